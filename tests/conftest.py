@@ -1,0 +1,44 @@
+"""Test-wide settings: strict promotion, eight simulated devices, float64 on request."""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+
+
+def pytest_configure(config):
+    """Parses absl's flags once (to their defaults): grain reads one of them when it starts workers."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(sys.argv[:1])
+
+
+@pytest.fixture
+def x64():
+    """Runs the test in float64; goldens and oracles are compared there."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Loads one golden file of `tests/goldens` by name, as a dict of arrays."""
+    cache = {}
+
+    def load(name: str) -> dict[str, np.ndarray]:
+        if name not in cache:
+            with np.load(GOLDENS / f"{name}.npz") as file:
+                cache[name] = {key: file[key] for key in file.files}
+        return cache[name]
+
+    return load
