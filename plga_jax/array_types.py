@@ -39,4 +39,17 @@ def statistics_dtype(dtype: DType) -> DType:
     Returns:
         float64 for float64, else float32: never less.
     """
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+def align(x: Array, ndim: int) -> Array:
+    """Adds leading axes of size one, so that `x` meets an array of `ndim` axes without implicit rank promotion.
+
+    Args:
+        x: an array of at most `ndim` axes.
+        ndim: the wanted number of axes.
+
+    Returns:
+        The same values with shape `(1,) * (ndim - x.ndim) + x.shape`.
+    """
+    return jnp.expand_dims(x, range(ndim - x.ndim))

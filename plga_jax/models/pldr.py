@@ -1,0 +1,551 @@
+"""PLDR-LLM: a decoder whose attention makes its own bilinear form, by power-law graph attention.
+
+    e = LN₀(E[x]·√D);  per layer  o = LN₁(MHA(y) + y),  y = LN₂(GLU(o) + o);  logits = y·W_f + b_f
+
+Post-LayerNorm, biases everywhere, rotary positions on q and k, embedding not tied. A `PLDR` is a Flax NNX module and a pytree:
+pass it through `jax.jit`, `jax.grad` and `lax.scan` as an argument. Variants of the published programs:
+
+    v510    `operator="learned"`; the DAG-loss variant is the same map with another loss
+    v510G   `operator="constant"`: G is given, not trained (`PLDR.with_operators`)
+    v510Gi  `constant_operator_model(model)`: a trained v510 with the operators of its empty prompt
+    v51/v52 interleaved / half-split rotary planes: `rope_layout`, converted exactly by `convert_rope_layout`
+
+Source: "Power law graph attention: exact generalization of SDPA, empirical collapse at inference" and the PLDR-LLM programs.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from plga_jax.array_types import Array, DType, statistics_dtype
+from plga_jax.caches import KVCache
+from plga_jax.models.pldr_config import PLDRConfig
+from plga_jax.modules.linear import GatedLinear, LayerNorm, Linear
+from plga_jax.modules.power_law import MetricLearner
+from plga_jax.ops.attention import attention
+from plga_jax.ops.masks import Mask
+from plga_jax.ops.power_law import fold_operator
+from plga_jax.ops.rope import rope
+
+OPERATORS = ("A", "A_LM", "A_P", "G_LM")
+"""The deductive outputs that make an operator, in the order they are made."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeductiveOutputs:
+    """What the model deduced on the way, stacked over layers. Fields not collected are None.
+
+    Attributes:
+        A: metric tensor, [L, B, N, H, H] (with segments [L, B, X, N, H, H], likewise below).
+        A_LM: positive tensor, [L, B, N, H, H].
+        A_P: A_LM to the power P, [L, B, N, H, H].
+        G_LM: the operator, [L, B, N, H, H].
+        E_pre: scaled scores before the mask, [L, B, N, T, T].
+        E: attention weights, [L, B, N, T, T]; rows that see nothing are 0.
+    """
+
+    A: Array | None = None
+    A_LM: Array | None = None
+    A_P: Array | None = None
+    G_LM: Array | None = None
+    E_pre: Array | None = None
+    E: Array | None = None
+
+
+COLLECTABLE = tuple(field.name for field in dataclasses.fields(DeductiveOutputs))
+
+
+class Constant(nnx.Variable):
+    """An array that belongs to the model and is neither trained nor decayed."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PLDRCache:
+    """Keys, values and frozen operators of a running generation.
+
+    The operators are those of the prompt: they are made by `prefill` and never refreshed. "kv" keeps A and makes G from it at
+    every step, as the published KV-cache does; "kv_g" keeps G. Both give the same logits, bit for bit.
+
+    Attributes:
+        kv: keys and values.
+        operators: A or G of the prompt, [L, B, N, H, H]; None for a model of constant operators.
+        kind: which of the two.
+    """
+
+    kv: KVCache
+    operators: Array | None
+    kind: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def length(self) -> Array:
+        """int32 [B], tokens held per row."""
+        return self.kv.length
+
+    @property
+    def overflowed(self) -> Array:
+        """bool [B]: rows given more tokens than they can hold."""
+        return self.kv.overflowed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Where the rows of one call stand and what they may see."""
+
+    positions: Array  # int32 [B, T]
+    mask: Mask
+    gram: Array | None  # rows of the Gram: bool [B, T], or [B, X, T] per segment; None: all
+    segment_ids: Array | None  # int32 [B, T]
+    valid: Array  # bool [B, T]
+
+
+class PowerLawAttention(nnx.Module):
+    """Multi-head attention with a bilinear form per head."""
+
+    def __init__(self, config: PLDRConfig, *, rngs: nnx.Rngs):
+        D, N, H = config.model_width, config.num_heads, config.head_width
+        common = {"dtype": config.param_dtype, "compute_dtype": config.compute_dtype, "rngs": rngs}
+        self.query = Linear(D, D, axes=("D", "NH"), **common)
+        self.key = Linear(D, D, axes=("D", "NH"), **common)
+        self.value = Linear(D, D, axes=("D", "NH"), torch_default=config.init == "kvg", **common)
+        self.out = Linear(D, D, axes=("NH", "D"), **common)
+        if config.operator == "learned":
+            self.metric = MetricLearner(
+                N,
+                H,
+                config.metric_width,
+                units=config.residual_units,
+                blocks=config.blocks_per_unit,
+                epsilon=config.norm_epsilon,
+                law=config.init,
+                dtype=config.param_dtype,
+                rngs=rngs,
+            )
+        else:
+            identity = jnp.broadcast_to(jnp.eye(H, dtype=config.param_dtype), (N, H, H))
+            self.G = Constant(identity, axes=("N", "H", "J"))
+        self.config = config
+
+    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """x [B, T, D] -> rotated q, rotated k and v, each [B, T, N, H]."""
+        config = self.config
+        heads = (*x.shape[:2], config.num_heads, config.head_width)
+        q, k, v = (part(x).reshape(heads) for part in (self.query, self.key, self.value))
+        turn = {"base": config.rope_base, "layout": config.rope_layout}
+        return rope(q, positions, **turn), rope(k, positions, **turn), v
+
+    def deduce(
+        self, q: Array, rows: _Rows, given: Array | None, collect: Collection[str]
+    ) -> tuple[Array, dict[str, Array]]:
+        """The operator for rotated queries, and the tensors asked for on the way to it."""
+        if given is None and self.config.operator == "learned":
+            chain = self.metric.power_law(self.metric.metric(q, rows.gram), collect)
+            kept = {name: getattr(chain, name) for name in OPERATORS if name in collect}
+            return chain.G_LM, kept
+        G = self.G[...] if given is None else given
+        if "G_LM" not in collect:
+            return G, {}
+        shape = (q.shape[0], *G.shape[-3:])
+        return G, {"G_LM": G if G.ndim > 3 else jnp.broadcast_to(G, shape)}
+
+
+class DecoderLayer(nnx.Module):
+    """o = LN₁(MHA(y) + y);  y = LN₂(GLU(o) + o)."""
+
+    def __init__(self, config: PLDRConfig, *, rngs: nnx.Rngs):
+        D, dtype = config.model_width, config.param_dtype
+        self.attention = PowerLawAttention(config, rngs=rngs)
+        self.attention_norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
+        self.ffn = GatedLinear(
+            D, config.hidden_width, dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs
+        )
+        self.ffn_norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
+
+    def finish(self, x: Array, attended: Array) -> Array:
+        """Everything after the attention kernel: x [B, T, D], attended [B, T, N, H] -> [B, T, D]."""
+        # The residual stream stays in the parameters' dtype; only products run in the compute dtype.
+        mixed = self.attention.out(attended.reshape(x.shape)).astype(x.dtype)
+        x = self.attention_norm(mixed + x)
+        return self.ffn_norm(self.ffn(x).astype(x.dtype) + x)
+
+
+class PLDR(nnx.Module):
+    """The language model."""
+
+    def __init__(self, config: PLDRConfig, *, rngs: nnx.Rngs):
+        """Makes a model by the initialisation law of `config`.
+
+        Args:
+            config: sizes and choices.
+            rngs: source of keys, `nnx.Rngs(seed)`.
+        """
+        V, D, dtype = config.vocab_size, config.model_width, config.param_dtype
+        table = jax.random.normal(rngs.params(), (V, D), dtype)
+        self.embedding = nnx.Param(table, axes=("V", "D"))
+        self.norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
+        stack = nnx.vmap(lambda r: DecoderLayer(config, rngs=r), in_axes=0, out_axes=0)
+        self.layers = stack(rngs.split(config.num_layers))
+        self.head = Linear(
+            D, V, axes=("D", "V"), dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs
+        )
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        num_segments: int | None = None,
+        operators: Array | None = None,
+        collect: Collection[str] = (),
+    ) -> tuple[Array, DeductiveOutputs]:
+        """Runs a block of tokens.
+
+        Args:
+            tokens: int [B, T]. Without `segment_ids`, `config.pad_id` marks padding, wherever it stands.
+            positions: int [B, T] for the rotary embedding and causality. None counts a row's real tokens (with segments: of each
+                segment) from 0, so padding changes nothing.
+            segment_ids: int [B, T] for packed rows: 1…X names a document, 0 is padding. Documents do not see each other and each
+                makes its own operators.
+            num_segments: X, the most documents in a row, static. None finds it, outside of jit only.
+            operators: G of shape [L, B, N, H, H] or [L, N, H, H], used instead of the model's own.
+            collect: names of deductive outputs to return.
+
+        Returns:
+            Logits [B, T, V] in float32 or better, and the deductive outputs named in `collect`.
+
+        Raises:
+            ValueError: more tokens than the context, an unknown name in `collect`, operators of a wrong shape, or segments
+                whose number is not known.
+
+        Note:
+            G is made from all rows of the call, so row t depends on later tokens, as in the paper; constant or given operators
+            make the model causal.
+        """
+        self._check(tokens, operators, collect)
+        rows = self._rows(tokens, positions, segment_ids, num_segments)
+        x, _, deduced = self._run(tokens, rows, operators, tuple(collect), None)
+        return self._logits(x), DeductiveOutputs(**deduced)
+
+    def init_cache(
+        self, batch: int, capacity: int, *, kind: str = "kv_g", dtype: DType | None = None
+    ) -> PLDRCache:
+        """An empty cache for `prefill`.
+
+        Args:
+            batch: B.
+            capacity: tokens per row, prompt and continuation, at most `config.context`.
+            kind: "kv" or "kv_g", see `PLDRCache`.
+            dtype: of keys and values; None takes the compute dtype.
+
+        Returns:
+            A cache of length 0.
+
+        Raises:
+            ValueError: unknown kind, or a capacity outside 1…context.
+        """
+        config = self.config
+        if kind not in ("kv", "kv_g"):
+            raise ValueError(f"Cache kind {kind!r} is unknown; choose 'kv' or 'kv_g'.")
+        if capacity > config.context:
+            raise ValueError(
+                f"Capacity {capacity} exceeds the model's context of {config.context} tokens; "
+                "ask for fewer new tokens or shorten the prompt."
+            )
+        N, H = config.num_heads, config.head_width
+        kv = KVCache.init(config.num_layers, batch, capacity, N, H, dtype or config.compute_dtype)
+        operators = None
+        if config.operator == "learned":
+            operators = jnp.zeros((config.num_layers, batch, N, H, H), config.param_dtype)
+        return PLDRCache(kv=kv, operators=operators, kind=kind)
+
+    def prefill(
+        self,
+        tokens: Array,
+        cache: PLDRCache,
+        *,
+        segment_ids: Array | None = None,
+        operators: Array | None = None,
+        last_only: bool = False,
+    ) -> tuple[Array, PLDRCache]:
+        """Reads prompts, of unequal lengths if need be, into a cache, and freezes their operators there.
+
+        Args:
+            tokens: int [B, T], padded with `config.pad_id` anywhere.
+            cache: of `init_cache`; whatever it held is forgotten.
+            segment_ids: int [B, T], 0 for padding and 1 elsewhere; None takes padding from `tokens`.
+            operators: G [L, B, N, H, H] or [L, N, H, H] to freeze instead of the prompt's own; needs kind "kv_g".
+            last_only: compute the logits of each row's last real token only.
+
+        Returns:
+            Logits [B, T, V] ([B, 1, V] with `last_only`), and the cache.
+
+        Raises:
+            ValueError: the prompt is longer than the cache, or operators for a cache that keeps A.
+        """
+        self._check(tokens, operators, ())
+        if tokens.shape[1] > cache.kv.capacity:
+            raise ValueError(
+                f"A prompt of {tokens.shape[1]} tokens does not fit a cache of {cache.kv.capacity}; "
+                "make it larger with init_cache, or shorten the prompt."
+            )
+        if operators is not None and cache.kind != "kv_g":
+            raise ValueError(f"A cache of kind {cache.kind!r} keeps A, not operators; use 'kv_g'.")
+        rows = self._rows(tokens, None, segment_ids, 1)
+        rows = dataclasses.replace(rows, segment_ids=None)
+        kv = dataclasses.replace(cache.kv, length=jnp.zeros_like(cache.kv.length))
+        collect = ("A" if cache.kind == "kv" else "G_LM",) if cache.operators is not None else ()
+        x, kv, deduced = self._run(tokens, rows, operators, collect, kv)
+        held = deduced[collect[0]].astype(cache.operators.dtype) if collect else None
+        if last_only:
+            last = jnp.maximum(kv.length - 1, 0)
+            # The last real token, not the last column: the highest position among valid ones.
+            column = jnp.argmax(rows.valid & (rows.positions == last[:, None]), axis=1)
+            x = jnp.take_along_axis(x, column[:, None, None], axis=1)
+        return self._logits(x), PLDRCache(kv=kv, operators=held, kind=cache.kind)
+
+    def extend(
+        self, tokens: Array, cache: PLDRCache, *, segment_ids: Array | None = None
+    ) -> tuple[Array, PLDRCache]:
+        """Reads one or more further tokens per row with the frozen operators.
+
+        Args:
+            tokens: int [B, T], padded with `config.pad_id` anywhere.
+            cache: as left by `prefill` or `extend`.
+            segment_ids: int [B, T], 0 for padding and 1 elsewhere; None takes padding from `tokens`.
+
+        Returns:
+            Logits [B, T, V], and the cache. Rows that no longer fit are flagged by `cache.overflowed`.
+
+        Raises:
+            ValueError: more tokens than the whole cache can hold.
+        """
+        self._check(tokens, None, ())
+        if tokens.shape[1] > cache.kv.capacity:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens do not fit a cache of {cache.kv.capacity}; "
+                "make it larger with init_cache."
+            )
+        valid = tokens != self.config.pad_id if segment_ids is None else segment_ids > 0
+        slots = cache.kv.slots(valid)
+
+        def step(carry, inputs):
+            x, kv = carry
+            index, layer, held = inputs
+            q, k, v = layer.attention.project(x, slots)
+            kv = kv.append(index, k, v, slots, valid)
+            if held is None:
+                G = layer.attention.G[...]
+            else:
+                G = held if cache.kind == "kv_g" else layer.attention.metric.power_law(held).G_LM
+            q = fold_operator(q, G)
+            attended = kv.attend(index, q, slots, self._attention, scale=self._scale)
+            return (layer.finish(x, attended), kv), None
+
+        index = jnp.arange(self.config.num_layers)
+        carry = (self._embed(tokens), cache.kv)
+        (x, kv), _ = lax.scan(step, carry, (index, self.layers, cache.operators))
+        return self._logits(x), dataclasses.replace(cache, kv=kv.advance(valid))
+
+    def with_operators(self, operators: Array) -> Self:
+        """A v510G model with these constant operators (sharing all other arrays).
+
+        Args:
+            operators: G, [L, N, H, H].
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: this model learns its operators (use `constant_operator_model`), or a wrong shape.
+        """
+        config = self.config
+        if config.operator != "constant":
+            raise ValueError(
+                "This model learns its operators; `constant_operator_model` makes a v510G of it."
+            )
+        self._check(jnp.zeros((1, 1), jnp.int32), operators, ())
+        graphdef, constant, rest = nnx.split(self, Constant, ...)
+        replaced = [
+            (path, variable.replace(operators.astype(config.param_dtype)))
+            for path, variable in nnx.to_flat_state(constant)
+        ]
+        return nnx.merge(graphdef, nnx.from_flat_state(replaced), rest)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(x.size for x in jax.tree.leaves(nnx.state(self, nnx.Param)))
+
+    @property
+    def _scale(self) -> float:
+        return self.config.head_width**-0.5
+
+    def _attention(self, q, k, v, mask=None, *, scale=None, return_lse=False):
+        implementation = self.config.attention
+        return attention(
+            q, k, v, mask, scale=scale, return_lse=return_lse, implementation=implementation
+        )
+
+    def _embed(self, tokens: Array) -> Array:
+        # √D matters only through the ε of the norm that follows.
+        return self.norm(self.embedding[...][tokens] * self.config.model_width**0.5)
+
+    def _logits(self, x: Array) -> Array:
+        logits = self.head(x)
+        return logits.astype(statistics_dtype(logits.dtype))
+
+    def _rows(
+        self,
+        tokens: Array,
+        positions: Array | None,
+        segment_ids: Array | None,
+        num_segments: int | None,
+    ) -> _Rows:
+        """Positions, masks and Gram rows of a block."""
+        everything = self.config.gram_rows == "all"
+        if segment_ids is None:
+            valid = tokens != self.config.pad_id
+            gram = None if everything else valid
+            if positions is None and everything:
+                positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+            elif positions is None:
+                positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+        else:
+            valid = segment_ids > 0
+            if num_segments is None:
+                num_segments = _count_segments(segment_ids)
+            names = jnp.arange(1, num_segments + 1, dtype=segment_ids.dtype)
+            member = segment_ids[:, None, :] == names[None, :, None]
+            gram = member if num_segments > 1 else valid
+            if positions is None:
+                order = jnp.cumsum(member, axis=2, dtype=jnp.int32) - 1
+                positions = jnp.sum(jnp.where(member, order, 0), axis=1)
+        mask = Mask(
+            q_positions=positions,
+            k_positions=positions,
+            q_segments=segment_ids,
+            k_segments=segment_ids,
+            k_valid=valid,
+        )
+        packed = segment_ids if gram is not None and gram.ndim == 3 else None
+        return _Rows(positions=positions, mask=mask, gram=gram, segment_ids=packed, valid=valid)
+
+    def _run(self, tokens, rows: _Rows, operators, collect: tuple[str, ...], kv: KVCache | None):
+        """Scans the layers over a block; writes keys and values into `kv` when there is one."""
+
+        def step(carry, inputs):
+            x, kv = carry
+            index, layer, given = inputs
+            q, k, v = layer.attention.project(x, rows.positions)
+            if kv is not None:
+                kv = kv.append(index, k, v, rows.positions, rows.valid)
+            with jax.named_scope("operator"):
+                G, kept = layer.attention.deduce(q, rows, given, collect)
+                q = fold_operator(q, G, rows.segment_ids)
+            with jax.named_scope("attention"):
+                attended = self._attention(q, k, v, rows.mask, scale=self._scale)
+            kept |= self._scores(q, k, rows.mask, collect)
+            return (layer.finish(x, attended), kv), kept
+
+        if self.config.remat:
+            step = jax.checkpoint(step, prevent_cse=False)
+        index = jnp.arange(self.config.num_layers)
+        carry = (self._embed(tokens), kv)
+        (x, kv), deduced = lax.scan(step, carry, (index, self.layers, operators))
+        return x, None if kv is None else kv.advance(rows.valid), deduced
+
+    def _scores(self, q, k, mask: Mask, collect) -> dict[str, Array]:
+        """E_pre and E, when asked for. They need the whole [T, T] table, which the kernel never makes."""
+        if "E" not in collect and "E_pre" not in collect:
+            return {}
+        dtype = statistics_dtype(q.dtype)
+        scores = jnp.einsum("BTNH,BSNH->BNTS", q.astype(dtype), k.astype(dtype)) * self._scale
+        meets = mask.as_array(*scores.shape[-2:])
+        weights = jax.nn.softmax(scores, axis=-1, where=jnp.broadcast_to(meets, scores.shape))
+        kept = {"E_pre": scores, "E": weights}
+        return {name: value for name, value in kept.items() if name in collect}
+
+    def _check(self, tokens: Array, operators: Array | None, collect: Collection[str]) -> None:
+        config = self.config
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(
+                f"tokens must be [B, T] with at least one token; got shape {tokens.shape}."
+            )
+        if tokens.shape[1] > config.context:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens exceed the context of {config.context}; "
+                "shorten the input or make a config with a larger context."
+            )
+        unknown = set(collect) - set(COLLECTABLE)
+        if unknown:
+            raise ValueError(
+                f"Unknown deductive outputs {sorted(unknown)}; choose from {', '.join(COLLECTABLE)}."
+            )
+        made = set(collect) & {"A", "A_LM", "A_P"}
+        if made and (operators is not None or config.operator == "constant"):
+            raise ValueError(
+                f"{', '.join(sorted(made))}: given or constant operators make no such tensor; "
+                "collect G_LM, E_pre or E."
+            )
+        if operators is None:
+            return
+        per_layer = (config.num_heads, config.head_width, config.head_width)
+        allowed = [
+            (config.num_layers, *per_layer),
+            (config.num_layers, tokens.shape[0], *per_layer),
+        ]
+        if operators.shape not in allowed:
+            raise ValueError(
+                f"Operators of shape {operators.shape} do not fit; expected [L, N, H, H] = "
+                f"{allowed[0]} or [L, B, N, H, H] = {allowed[1]}."
+            )
+
+
+def _count_segments(segment_ids: Array) -> int:
+    try:
+        return max(int(jnp.max(segment_ids)), 1)
+    except jax.errors.ConcretizationTypeError:
+        raise ValueError(
+            "Under jit the number of segments must be static: pass num_segments."
+        ) from None
+
+
+def operators_of(model: PLDR, tokens: Array) -> Array:
+    """The operators a model makes for one sequence, batch axis dropped.
+
+    Args:
+        model: of learned operators.
+        tokens: int [T], without padding; the empty prompt is the single end-of-text token.
+
+    Returns:
+        G, [L, N, H, H].
+    """
+    _, out = model(jnp.asarray(tokens)[None], collect=("G_LM",))
+    return out.G_LM[:, 0]
+
+
+def constant_operator_model(model: PLDR, operators: Array) -> PLDR:
+    """v510G from a v510: the same weights, with constant operators in place of the metric learners.
+
+    Args:
+        model: of learned operators.
+        operators: G, [L, N, H, H]. v510Gi takes those of the empty prompt: `operators_of(model, [eos])`.
+
+    Returns:
+        A model of `operator="constant"`; given operators G it equals `model(…, operators=G)` exactly.
+    """
+    config = dataclasses.replace(model.config, operator="constant")
+    abstract = nnx.eval_shape(lambda: PLDR(config, rngs=nnx.Rngs(0)))
+    graphdef, params, constant = nnx.split(abstract, nnx.Param, Constant)
+    own = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    shared = [(path, own[path]) for path, _ in nnx.to_flat_state(params)]
+    return nnx.merge(graphdef, nnx.from_flat_state(shared), constant).with_operators(operators)

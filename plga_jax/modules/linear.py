@@ -1,0 +1,115 @@
+"""Modules that own weights and call one op: Linear, GatedLinear, LayerNorm.
+
+Each `nnx.Param` carries `axes`, the letters of its trailing axes; stacking adds leading axes that `axes` does not name. The
+sharding rules read them.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from plga_jax.array_types import Array, DType
+from plga_jax.modules.initializers import xavier_uniform
+from plga_jax.ops.gated import GatedWeights, gated_linear, linear
+from plga_jax.ops.norms import layer_norm
+
+
+class Linear(nnx.Module):
+    """y = x·W + b, W stored [in, out]."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        axes: tuple[str, str],
+        dtype: DType = jnp.float32,
+        compute_dtype: DType | None = None,
+        torch_default: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the weights.
+
+        Args:
+            inputs: width of x.
+            outputs: width of y.
+            axes: letters of the kernel's two axes.
+            dtype: of the stored weights.
+            compute_dtype: of the product; None computes in the weights' dtype.
+            torch_default: weight and bias uniform in ±1/√inputs instead of Xavier uniform with bias 0.
+            rngs: source of keys.
+        """
+        shape = (inputs, outputs)
+        if torch_default:
+            bound = inputs**-0.5
+            kernel = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
+            bias = jax.random.uniform(rngs.params(), (outputs,), dtype, -bound, bound)
+        else:
+            kernel = xavier_uniform(rngs.params(), shape, dtype)
+            bias = jnp.zeros((outputs,), dtype)
+        self.kernel = nnx.Param(kernel, axes=axes)
+        self.bias = nnx.Param(bias, axes=axes[1:])
+        self.compute_dtype = compute_dtype or dtype
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., inputs] -> [..., outputs] in the compute dtype."""
+        dtype = self.compute_dtype
+        return linear(x.astype(dtype), self.kernel[...].astype(dtype), self.bias[...].astype(dtype))
+
+
+class GatedLinear(nnx.Module):
+    """GLU(x) = W₃(silu(W₁x + b₁) ⊙ (W₂x + b₂)) + b₃."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        dtype: DType = jnp.float32,
+        compute_dtype: DType | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the weights.
+
+        Args:
+            width: D, of input and output.
+            hidden: F.
+            dtype: of the stored weights.
+            compute_dtype: of the products; None computes in the weights' dtype.
+            rngs: source of keys.
+        """
+        into, out = {"axes": ("D", "F"), "dtype": dtype}, {"axes": ("F", "D"), "dtype": dtype}
+        self.gate = Linear(width, hidden, **into, rngs=rngs)
+        self.up = Linear(width, hidden, **into, rngs=rngs)
+        self.down = Linear(hidden, width, **out, rngs=rngs)
+        self.compute_dtype = compute_dtype or dtype
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., D] -> [..., D] in the compute dtype."""
+        parts = (self.gate, self.up, self.down)
+        arrays = (array[...] for part in parts for array in (part.kernel, part.bias))
+        weights = GatedWeights(*(array.astype(self.compute_dtype) for array in arrays))
+        return gated_linear(x.astype(self.compute_dtype), weights)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation with learned γ and β."""
+
+    def __init__(
+        self, width: int, *, axes: tuple[str] = ("D",), epsilon: float, dtype: DType = jnp.float32
+    ):
+        """Makes γ = 1 and β = 0.
+
+        Args:
+            width: of the normalised axis.
+            axes: its letter.
+            epsilon: added to the variance.
+            dtype: of the stored weights.
+        """
+        self.scale = nnx.Param(jnp.ones((width,), dtype), axes=axes)
+        self.bias = nnx.Param(jnp.zeros((width,), dtype), axes=axes)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., D] -> [..., D]."""
+        return layer_norm(x, self.scale[...], self.bias[...], epsilon=self.epsilon)

@@ -1,0 +1,50 @@
+"""The gated linear unit, as a function of its weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from plga_jax.array_types import Array, align
+
+
+class GatedWeights(NamedTuple):
+    """Weights of one gated linear unit, or of a stack of them along shared leading axes."""
+
+    gate_kernel: Array  # [..., D, F]
+    gate_bias: Array  # [..., F]
+    up_kernel: Array  # [..., D, F]
+    up_bias: Array  # [..., F]
+    down_kernel: Array  # [..., F, D]
+    down_bias: Array  # [..., D]
+
+
+def linear(x: Array, kernel: Array, bias: Array) -> Array:
+    """x·W + b over the last axis.
+
+    Args:
+        x: [..., D].
+        kernel: W, [D, F].
+        bias: b, [F].
+
+    Returns:
+        [..., F] in the common dtype.
+    """
+    return jnp.matmul(x, kernel) + align(bias, x.ndim)
+
+
+def gated_linear(x: Array, weights: GatedWeights) -> Array:
+    """GLU(x) = W₃(silu(W₁x + b₁) ⊙ (W₂x + b₂)) + b₃.
+
+    Args:
+        x: [..., D].
+        weights: one unit's weights: W₁ gate, W₂ up, W₃ down.
+
+    Returns:
+        [..., D].
+
+    Source: Shazeer 2020 (SwiGLU), with biases as in PLDR-LLM.
+    """
+    gate = jax.nn.silu(linear(x, weights.gate_kernel, weights.gate_bias))
+    up = linear(x, weights.up_kernel, weights.up_bias)
+    return linear(gate * up, weights.down_kernel, weights.down_bias)
