@@ -55,14 +55,12 @@ class ShardingRules:
                 raise ValueError(f"rule {letter}={names!r} names one mesh axis twice")
 
     def __getitem__(self, letter: str) -> tuple[str, ...]:
-        """The mesh axes of a letter."""
-        try:
-            return _as_tuple(getattr(self, letter))
-        except AttributeError:
-            letters = "".join(field.name for field in dataclasses.fields(self))
-            raise ValueError(
-                f"axis letter {letter!r} has no rule; the letters are {letters}"
-            ) from None
+        """The mesh axes of a letter; "NH", heads and widths laid out as one axis, goes by its N."""
+        letters = {field.name for field in dataclasses.fields(self)}
+        if letter[0] not in letters:
+            known = "".join(sorted(letters))
+            raise ValueError(f"axis letter {letter!r} has no rule; the letters are {known}")
+        return _as_tuple(getattr(self, letter[0]))
 
 
 DATA_PARALLEL = ShardingRules(B=("data", "fsdp"))

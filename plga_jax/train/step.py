@@ -162,7 +162,7 @@ def make_train_step(
         accumulation: number of microbatches a batch is cut into; the update is that of the whole
             batch: totals and counts are summed and divided once.
         monitor: further scalars read from the new optimizer state.
-        shardings: of the state that comes out, as `param_shardings` gives them; None lets JAX choose.
+        shardings: of the state that comes out, from `param_shardings`; None lets JAX choose.
 
     Returns:
         The step. Metrics are scalars on the device: loss, nll (the loss without penalty), accuracy,
