@@ -30,9 +30,7 @@ class KVCache:
     length: Array
 
     @classmethod
-    def init(
-        cls, layers: int, batch: int, capacity: int, heads: int, width: int, dtype: DType
-    ) -> Self:
+    def init(cls, layers: int, batch: int, capacity: int, heads: int, width: int, dtype: DType) -> Self:
         """An empty cache.
 
         Args:
@@ -106,9 +104,7 @@ class KVCache:
 
         return dataclasses.replace(self, k=write(self.k, k), v=write(self.v, v))
 
-    def attend(
-        self, layer: Array, q: Array, positions: Array, attention: AttentionFn, *, scale: float
-    ) -> Array:
+    def attend(self, layer: Array, q: Array, positions: Array, attention: AttentionFn, *, scale: float) -> Array:
         """Causal attention of queries over what one layer holds.
 
         Args:
@@ -134,6 +130,4 @@ class KVCache:
         Returns:
             The cache with `length` moved on.
         """
-        return dataclasses.replace(
-            self, length=self.length + jnp.sum(valid, axis=1, dtype=jnp.int32)
-        )
+        return dataclasses.replace(self, length=self.length + jnp.sum(valid, axis=1, dtype=jnp.int32))

@@ -132,9 +132,7 @@ def config_from_tensors(tensors: Tensors, **known) -> PLDRConfig:
         elif "num_heads" in known:
             found["head_width"] = D // known["num_heads"]
         else:
-            raise ValueError(
-                "A checkpoint without metric learners does not tell its heads: pass num_heads=…."
-            )
+            raise ValueError("A checkpoint without metric learners does not tell its heads: pass num_heads=….")
     wrong = {
         name: (known[name], value)
         for name, value in found.items()
@@ -145,9 +143,7 @@ def config_from_tensors(tensors: Tensors, **known) -> PLDRConfig:
         raise ValueError(f"The config contradicts the tensors ({listed}); fix config.json.")
     config = PLDRConfig(**(known | found))
     if config.model_width != D:
-        raise ValueError(
-            f"{config.num_heads} heads of {config.head_width} do not make the embedding's width {D}."
-        )
+        raise ValueError(f"{config.num_heads} heads of {config.head_width} do not make the embedding's width {D}.")
     return config
 
 
@@ -165,9 +161,7 @@ def model_from_tensors(tensors: Tensors, config: PLDRConfig) -> PLDR:
         ValueError: names missing or left over, or a wrong shape; the first few are listed.
     """
     tensors = _with_prefix(tensors)
-    graphdef, params, rest = nnx.split(
-        nnx.eval_shape(lambda: PLDR(config, rngs=nnx.Rngs(0))), nnx.Param, ...
-    )
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: PLDR(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
     left, problems, values = set(tensors) - set(_CUSTOM_G), [], {}
     for path, (name, transposed) in _table(config).items():
         names, stack = _instances(name, config)
@@ -196,9 +190,7 @@ def model_from_tensors(tensors: Tensors, config: PLDRConfig) -> PLDR:
             whole = np.stack(arrays).reshape(*stack, *shape) if stack else arrays[0]
             loaded.append((path, variable.replace(jnp.asarray(whole, config.param_dtype))))
     if problems:
-        shown = "; ".join(problems[:5]) + (
-            f"; and {len(problems) - 5} more" if problems[5:] else ""
-        )
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if problems[5:] else "")
         raise ValueError(f"The checkpoint does not fit the config: {shown}.")
     model = nnx.merge(graphdef, nnx.from_flat_state(loaded), rest)
     if config.operator == "learned":
@@ -307,9 +299,7 @@ def load_pth(path: str | os.PathLike, **known) -> PLDR:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from None
     state = state.get("model_state_dict", state) if isinstance(state, dict) else {}
-    tensors = {
-        name: value.float().numpy() for name, value in state.items() if torch.is_tensor(value)
-    }
+    tensors = {name: value.float().numpy() for name, value in state.items() if torch.is_tensor(value)}
     return _model(tensors, {}, known)
 
 
@@ -395,14 +385,10 @@ _FIXED = {
 
 def _config_from_hf(declared: dict) -> dict:
     if declared.get("model_type") != "pldrllm":
-        raise ValueError(
-            f"config.json has model_type {declared.get('model_type')!r}; this reader takes 'pldrllm'."
-        )
+        raise ValueError(f"config.json has model_type {declared.get('model_type')!r}; this reader takes 'pldrllm'.")
     for name, value in _FIXED.items():
         if declared.get(name, value) != value:
-            raise ValueError(
-                f"config.json: {name} = {declared[name]!r} is not implemented ({value!r} is)."
-            )
+            raise ValueError(f"config.json: {name} = {declared[name]!r} is not implemented ({value!r} is).")
     known = {ours: declared[hf] for hf, ours in _FIELDS.items() if declared.get(hf) is not None}
     if declared.get("custom_G_type") is not None:
         for name in _LEARNER_FIELDS:

@@ -7,8 +7,8 @@ pass it through `jax.jit`, `jax.grad` and `lax.scan` as an argument. Variants of
 
     v510    `operator="learned"`; the DAG-loss variant is the same map with another loss
     v510G   `operator="constant"`: G is given, not trained (`PLDR.with_operators`)
-    v510Gi  `constant_operator_model(model)`: a trained v510 with the operators of its empty prompt
-    v51/v52 interleaved / half-split rotary planes: `rope_layout`, converted exactly by `convert_rope_layout`
+    v510Gi  a trained v510 with the operators of its empty prompt: `pldr_transforms.constant_operator_model`
+    v51/v52 interleaved / half-split rotary planes: `rope_layout`; `pldr_transforms.convert_rope_layout`
 
 Source: "Power law graph attention: exact generalization of SDPA, empirical collapse at inference" and the PLDR-LLM programs.
 """
@@ -163,9 +163,7 @@ class DecoderLayer(nnx.Module):
         D, dtype = config.model_width, config.param_dtype
         self.attention = PowerLawAttention(config, rngs=rngs)
         self.attention_norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
-        self.ffn = GatedLinear(
-            D, config.hidden_width, dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs
-        )
+        self.ffn = GatedLinear(D, config.hidden_width, dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs)
         self.ffn_norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
 
     def finish(self, x: Array, attended: Array) -> Array:
@@ -192,9 +190,7 @@ class PLDR(nnx.Module):
         self.norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
         stack = nnx.vmap(lambda r: DecoderLayer(config, rngs=r), in_axes=0, out_axes=0)
         self.layers = stack(rngs.split(config.num_layers))
-        self.head = Linear(
-            D, V, axes=("D", "V"), dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs
-        )
+        self.head = Linear(D, V, axes=("D", "V"), dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs)
         self.config = config
 
     def __call__(
@@ -206,6 +202,7 @@ class PLDR(nnx.Module):
         num_segments: int | None = None,
         operators: Array | None = None,
         collect: Collection[str] = (),
+        last_only: bool = False,
     ) -> tuple[Array, DeductiveOutputs]:
         """Runs a block of tokens.
 
@@ -218,9 +215,10 @@ class PLDR(nnx.Module):
             num_segments: X, the most documents in a row, static. None finds it, outside of jit only.
             operators: G of shape [L, B, N, H, H] or [L, N, H, H], used instead of the model's own.
             collect: names of deductive outputs to return.
+            last_only: compute the logits of each row's last real token only.
 
         Returns:
-            Logits [B, T, V] in float32 or better, and the deductive outputs named in `collect`.
+            Logits [B, T, V] ([B, 1, V] with `last_only`) in float32 or better, and the deductive outputs named in `collect`.
 
         Raises:
             ValueError: more tokens than the context, an unknown name in `collect`, operators of a wrong shape, or segments
@@ -233,11 +231,10 @@ class PLDR(nnx.Module):
         self._check(tokens, operators, collect)
         rows = self._rows(tokens, positions, segment_ids, num_segments)
         x, _, deduced = self._run(tokens, rows, operators, tuple(collect), None)
+        x = _last(x, rows) if last_only else x
         return self._logits(x), DeductiveOutputs(**deduced)
 
-    def init_cache(
-        self, batch: int, capacity: int, *, kind: str = "kv_g", dtype: DType | None = None
-    ) -> PLDRCache:
+    def init_cache(self, batch: int, capacity: int, *, kind: str = "kv_g", dtype: DType | None = None) -> PLDRCache:
         """An empty cache for `prefill`.
 
         Args:
@@ -305,16 +302,10 @@ class PLDR(nnx.Module):
         collect = ("A" if cache.kind == "kv" else "G_LM",) if cache.operators is not None else ()
         x, kv, deduced = self._run(tokens, rows, operators, collect, kv)
         held = deduced[collect[0]].astype(cache.operators.dtype) if collect else None
-        if last_only:
-            last = jnp.maximum(kv.length - 1, 0)
-            # The last real token, not the last column: the highest position among valid ones.
-            column = jnp.argmax(rows.valid & (rows.positions == last[:, None]), axis=1)
-            x = jnp.take_along_axis(x, column[:, None, None], axis=1)
+        x = _last(x, rows) if last_only else x
         return self._logits(x), PLDRCache(kv=kv, operators=held, kind=cache.kind)
 
-    def extend(
-        self, tokens: Array, cache: PLDRCache, *, segment_ids: Array | None = None
-    ) -> tuple[Array, PLDRCache]:
+    def extend(self, tokens: Array, cache: PLDRCache, *, segment_ids: Array | None = None) -> tuple[Array, PLDRCache]:
         """Reads one or more further tokens per row with the frozen operators.
 
         Args:
@@ -331,8 +322,7 @@ class PLDR(nnx.Module):
         self._check(tokens, None, ())
         if tokens.shape[1] > cache.kv.capacity:
             raise ValueError(
-                f"{tokens.shape[1]} tokens do not fit a cache of {cache.kv.capacity}; "
-                "make it larger with init_cache."
+                f"{tokens.shape[1]} tokens do not fit a cache of {cache.kv.capacity}; make it larger with init_cache."
             )
         valid = tokens != self.config.pad_id if segment_ids is None else segment_ids > 0
         slots = cache.kv.slots(valid)
@@ -369,9 +359,7 @@ class PLDR(nnx.Module):
         """
         config = self.config
         if config.operator != "constant":
-            raise ValueError(
-                "This model learns its operators; `constant_operator_model` makes a v510G of it."
-            )
+            raise ValueError("This model learns its operators; `constant_operator_model` makes a v510G of it.")
         self._check(jnp.zeros((1, 1), jnp.int32), operators, ())
         graphdef, constant, rest = nnx.split(self, Constant, ...)
         replaced = [
@@ -391,9 +379,7 @@ class PLDR(nnx.Module):
 
     def _attention(self, q, k, v, mask=None, *, scale=None, return_lse=False):
         implementation = self.config.attention
-        return attention(
-            q, k, v, mask, scale=scale, return_lse=return_lse, implementation=implementation
-        )
+        return attention(q, k, v, mask, scale=scale, return_lse=return_lse, implementation=implementation)
 
     def _embed(self, tokens: Array) -> Array:
         # √D matters only through the ε of the norm that follows.
@@ -477,9 +463,7 @@ class PLDR(nnx.Module):
     def _check(self, tokens: Array, operators: Array | None, collect: Collection[str]) -> None:
         config = self.config
         if tokens.ndim != 2 or tokens.shape[1] == 0:
-            raise ValueError(
-                f"tokens must be [B, T] with at least one token; got shape {tokens.shape}."
-            )
+            raise ValueError(f"tokens must be [B, T] with at least one token; got shape {tokens.shape}.")
         if tokens.shape[1] > config.context:
             raise ValueError(
                 f"{tokens.shape[1]} tokens exceed the context of {config.context}; "
@@ -487,14 +471,11 @@ class PLDR(nnx.Module):
             )
         unknown = set(collect) - set(COLLECTABLE)
         if unknown:
-            raise ValueError(
-                f"Unknown deductive outputs {sorted(unknown)}; choose from {', '.join(COLLECTABLE)}."
-            )
+            raise ValueError(f"Unknown deductive outputs {sorted(unknown)}; choose from {', '.join(COLLECTABLE)}.")
         made = set(collect) & {"A", "A_LM", "A_P"}
         if made and (operators is not None or config.operator == "constant"):
             raise ValueError(
-                f"{', '.join(sorted(made))}: given or constant operators make no such tensor; "
-                "collect G_LM, E_pre or E."
+                f"{', '.join(sorted(made))}: given or constant operators make no such tensor; collect G_LM, E_pre or E."
             )
         if operators is None:
             return
@@ -510,42 +491,15 @@ class PLDR(nnx.Module):
             )
 
 
+def _last(x: Array, rows: _Rows) -> Array:
+    """The row of each sequence's last real token, wherever its padding stands: [B, T, D] -> [B, 1, D]."""
+    columns = jnp.arange(x.shape[1])[None]
+    last = jnp.max(jnp.where(rows.valid, columns, 0), axis=1)
+    return jnp.take_along_axis(x, last[:, None, None], axis=1)
+
+
 def _count_segments(segment_ids: Array) -> int:
     try:
         return max(int(jnp.max(segment_ids)), 1)
     except jax.errors.ConcretizationTypeError:
-        raise ValueError(
-            "Under jit the number of segments must be static: pass num_segments."
-        ) from None
-
-
-def operators_of(model: PLDR, tokens: Array) -> Array:
-    """The operators a model makes for one sequence, batch axis dropped.
-
-    Args:
-        model: of learned operators.
-        tokens: int [T], without padding; the empty prompt is the single end-of-text token.
-
-    Returns:
-        G, [L, N, H, H].
-    """
-    _, out = model(jnp.asarray(tokens)[None], collect=("G_LM",))
-    return out.G_LM[:, 0]
-
-
-def constant_operator_model(model: PLDR, operators: Array) -> PLDR:
-    """v510G from a v510: the same weights, with constant operators in place of the metric learners.
-
-    Args:
-        model: of learned operators.
-        operators: G, [L, N, H, H]. v510Gi takes those of the empty prompt: `operators_of(model, [eos])`.
-
-    Returns:
-        A model of `operator="constant"`; given operators G it equals `model(…, operators=G)` exactly.
-    """
-    config = dataclasses.replace(model.config, operator="constant")
-    abstract = nnx.eval_shape(lambda: PLDR(config, rngs=nnx.Rngs(0)))
-    graphdef, params, constant = nnx.split(abstract, nnx.Param, Constant)
-    own = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    shared = [(path, own[path]) for path, _ in nnx.to_flat_state(params)]
-    return nnx.merge(graphdef, nnx.from_flat_state(shared), constant).with_operators(operators)
+        raise ValueError("Under jit the number of segments must be static: pass num_segments.") from None

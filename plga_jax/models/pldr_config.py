@@ -95,9 +95,7 @@ class PLDRConfig:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{name} = {getattr(self, name)!r} is unknown; choose {listed}.")
         if self.pad_id >= self.vocab_size:
-            raise ValueError(
-                f"pad_id = {self.pad_id} is outside a vocabulary of {self.vocab_size}."
-            )
+            raise ValueError(f"pad_id = {self.pad_id} is outside a vocabulary of {self.vocab_size}.")
 
     @property
     def model_width(self) -> int:
@@ -107,31 +105,22 @@ class PLDRConfig:
     @classmethod
     def tiny(cls, **overrides) -> Self:
         """A byte-level model that trains on a laptop in a minute; what the quickstart trains."""
-        return cls(
-            **{"vocab_size": 262, "num_layers": 2, "num_heads": 4, "head_width": 16, "context": 512}
-            | overrides
-        )
+        return cls(**{"vocab_size": 262, "num_layers": 2, "num_heads": 4, "head_width": 16, "context": 512} | overrides)
 
     @classmethod
     def small(cls, **overrides) -> Self:
         """About 4 million parameters."""
-        return cls(
-            **{"vocab_size": 262, "num_layers": 4, "num_heads": 8, "head_width": 32} | overrides
-        )
+        return cls(**{"vocab_size": 262, "num_layers": 4, "num_heads": 8, "head_width": 32} | overrides)
 
     @classmethod
     def medium(cls, **overrides) -> Self:
         """About 40 million parameters with the published vocabulary."""
-        return cls(
-            **{"vocab_size": 32_000, "num_layers": 4, "num_heads": 8, "head_width": 56} | overrides
-        )
+        return cls(**{"vocab_size": 32_000, "num_layers": 4, "num_heads": 8, "head_width": 56} | overrides)
 
     @classmethod
     def base_110m(cls, **overrides) -> Self:
         """The published 110M model: 109,689,362 parameters."""
-        return cls(
-            **{"vocab_size": 32_000, "num_layers": 5, "num_heads": 14, "head_width": 64} | overrides
-        )
+        return cls(**{"vocab_size": 32_000, "num_layers": 5, "num_heads": 14, "head_width": 64} | overrides)
 
     @classmethod
     def preset(cls, name: str, **overrides) -> Self:
@@ -171,12 +160,8 @@ class PLDRConfig:
         fields = json.loads(text)
         known = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(fields, dict) or set(fields) - known:
-            found = (
-                sorted(set(fields) - known) if isinstance(fields, dict) else type(fields).__name__
-            )
-            raise ValueError(
-                f"Not a PLDRConfig: {found}; known fields are {', '.join(sorted(known))}."
-            )
+            found = sorted(set(fields) - known) if isinstance(fields, dict) else type(fields).__name__
+            raise ValueError(f"Not a PLDRConfig: {found}; known fields are {', '.join(sorted(known))}.")
         try:
             return cls(**fields)
         except TypeError as error:
@@ -187,9 +172,7 @@ def _float_name(field: str, dtype: DType) -> str:
     try:
         found = jnp.dtype(dtype)
     except TypeError:
-        raise ValueError(
-            f"{field} = {dtype!r} is not a dtype; try 'float32' or 'bfloat16'."
-        ) from None
+        raise ValueError(f"{field} = {dtype!r} is not a dtype; try 'float32' or 'bfloat16'.") from None
     if found not in (jnp.dtype(n) for n in ("bfloat16", "float32", "float64")):
         # float16 cannot hold the floor 1e-9 of A_LM.
         raise ValueError(f"{field} = {found.name} must be bfloat16, float32 or float64.")

@@ -95,9 +95,7 @@ class GatedLinear(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation with learned γ and β."""
 
-    def __init__(
-        self, width: int, *, axes: tuple[str] = ("D",), epsilon: float, dtype: DType = jnp.float32
-    ):
+    def __init__(self, width: int, *, axes: tuple[str] = ("D",), epsilon: float, dtype: DType = jnp.float32):
         """Makes γ = 1 and β = 0.
 
         Args:

@@ -35,9 +35,7 @@ class RowMapUnits(NamedTuple):
     norm_bias: Array  # [U, H]
 
 
-def density_operator(
-    q: Array, valid: Array | None = None, *, axis_name: str | None = None
-) -> Array:
+def density_operator(q: Array, valid: Array | None = None, *, axis_name: str | None = None) -> Array:
     """The Gram D̂ = Σ_t q̂_t q̂_tᵀ of the rotated queries: the one step of the layer that is not causal.
 
     Args:
@@ -69,12 +67,8 @@ def row_map(rows: Array, units: RowMapUnits, *, epsilon: float = 1e-6) -> Array:
     """
 
     def unit(rows, weights: RowMapUnits):
-        inner, _ = jax.lax.scan(
-            lambda r, block: (gated_linear(r, block), None), rows, weights.blocks
-        )
-        return layer_norm(
-            inner + rows, weights.norm_scale, weights.norm_bias, epsilon=epsilon
-        ), None
+        inner, _ = jax.lax.scan(lambda r, block: (gated_linear(r, block), None), rows, weights.blocks)
+        return layer_norm(inner + rows, weights.norm_scale, weights.norm_bias, epsilon=epsilon), None
 
     return jax.lax.scan(unit, rows, units)[0]
 

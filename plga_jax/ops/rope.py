@@ -29,9 +29,7 @@ def frequencies(width: int, *, base: float = 10_000.0) -> np.ndarray:
         ValueError: the width is odd or not positive.
     """
     if width < 2 or width % 2:
-        raise ValueError(
-            f"RoPE turns pairs of entries: head width {width} must be even and at least 2."
-        )
+        raise ValueError(f"RoPE turns pairs of entries: head width {width} must be even and at least 2.")
     return float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / width)
 
 
@@ -87,3 +85,26 @@ def half_split_permutation(width: int) -> np.ndarray:
         int [H]. `rope(x[..., π], layout="half") == rope(x, layout="interleaved")[..., π]`, exactly.
     """
     return np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
+
+
+def commutant_projection(G: Array, *, layout: Layout = "interleaved") -> Array:
+    """The part of an operator that commutes with every rotation of the embedding.
+
+    In each plane's 2×2 diagonal block [[p, q], [r, s]] it keeps [[c, −t], [t, c]], c = (p + s)/2, t = (r − q)/2; all else is 0.
+    Such a G makes the score q̂ₘᵀGk̂ₙ depend on m − n only.
+
+    Args:
+        G: [..., H, H].
+        layout: which entries form a plane.
+
+    Returns:
+        [..., H, H]; applying it twice changes nothing.
+    """
+    H = G.shape[-1]
+    order = half_split_permutation(H) if layout == "interleaved" else np.arange(H)
+    first, second = order[: H // 2], order[H // 2 :]
+    c = (G[..., first, first] + G[..., second, second]) / 2
+    t = (G[..., second, first] - G[..., first, second]) / 2
+    out = jnp.zeros_like(G)
+    out = out.at[..., first, first].set(c).at[..., second, second].set(c)
+    return out.at[..., second, first].set(t).at[..., first, second].set(-t)
