@@ -1,8 +1,14 @@
 """How well two ways of decoding agree: tokens, logits, and the margins that decide."""
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from plga_jax.array_types import Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,19 +50,15 @@ def agreement(logits, reference, tokens=None, reference_tokens=None) -> Agreemen
     logits, reference = np.asarray(logits, np.float64), np.asarray(reference, np.float64)
     if logits.shape != reference.shape:
         raise ValueError(
-            f"logits {logits.shape} and reference {reference.shape} differ in shape; "
-            "decode both for the same steps"
+            f"logits {logits.shape} and reference {reference.shape} differ in shape; decode both for the same steps"
         )
     if logits.size == 0 or logits.shape[-1] < 2:
         raise ValueError(f"need at least one step and two ids, got shape {logits.shape}")
     tokens = logits.argmax(axis=-1) if tokens is None else np.asarray(tokens)
-    reference_tokens = (
-        reference.argmax(axis=-1) if reference_tokens is None else np.asarray(reference_tokens)
-    )
+    reference_tokens = reference.argmax(axis=-1) if reference_tokens is None else np.asarray(reference_tokens)
     if tokens.shape != reference_tokens.shape or tokens.size == 0:
         raise ValueError(
-            f"tokens {tokens.shape} and reference_tokens {reference_tokens.shape} "
-            "must be of one shape and not empty"
+            f"tokens {tokens.shape} and reference_tokens {reference_tokens.shape} must be of one shape and not empty"
         )
     best_two = np.partition(logits, -2, axis=-1)[..., -2:]
     return Agreement(
@@ -64,3 +66,52 @@ def agreement(logits, reference, tokens=None, reference_tokens=None) -> Agreemen
         largest_deviation=float(np.max(np.abs(logits - reference))),
         smallest_margin=float(np.min(best_two[..., 1] - best_two[..., 0])),
     )
+
+
+def forced_logits(model, prompt, continuation, *, cache: str) -> np.ndarray:
+    """*Measured*: the logits a way of decoding gives along a continuation that is forced on it.
+
+    Args:
+        model: with `prefill`, `extend` and `init_cache`, called as `model(tokens)`.
+        prompt: [P] token ids, without padding.
+        continuation: [C] token ids.
+        cache: "none" recomputes the whole prefix for every token; "kv" and "kv_g" prefill the
+            prompt, then take one token at a time with its frozen operators.
+
+    Returns:
+        [C, V] float32: row i is after the prompt and i tokens, so it predicts `continuation[i]`.
+
+    Raises:
+        ValueError: if the prompt or the continuation is empty, or `cache` is unknown.
+    """
+    prompt, continuation = np.asarray(prompt, np.int32), np.asarray(continuation, np.int32)
+    if prompt.ndim != 1 or continuation.ndim != 1 or not len(prompt) or not len(continuation):
+        raise ValueError(
+            f"prompt {prompt.shape} and continuation {continuation.shape} must each be one row of at least one token"
+        )
+    if cache not in ("none", "kv", "kv_g"):
+        raise ValueError(f"cache={cache!r} is unknown; choose 'none', 'kv' or 'kv_g'")
+    follow = _recomputed if cache == "none" else functools.partial(_cached, kind=cache)
+    return np.asarray(follow(model, jnp.asarray(prompt), jnp.asarray(continuation)))
+
+
+@jax.jit
+def _recomputed(model, prompt: Array, continuation: Array) -> Array:
+    tokens = jnp.concatenate([prompt, continuation[:-1]])
+    ends = prompt.shape[0] + jnp.arange(continuation.shape[0])
+    inside = jnp.arange(tokens.shape[0])[None] < ends[:, None]
+    logits, _ = model(jnp.where(inside, tokens[None], model.config.pad_id))
+    return jnp.take_along_axis(logits, (ends - 1)[:, None, None], axis=1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _cached(model, prompt: Array, continuation: Array, kind: str) -> Array:
+    held = model.init_cache(1, prompt.shape[0] + continuation.shape[0], kind=kind)
+    logits, held = model.prefill(prompt[None], held, last_only=True)
+
+    def step(held, token):
+        logits, held = model.extend(token[None, None], held)
+        return held, logits[0, 0]
+
+    _, further = lax.scan(step, held, continuation[:-1])
+    return jnp.concatenate([logits[0], further])

@@ -17,9 +17,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 
 
-def training_curves(
-    runs: Mapping[str, Mapping[str, Sequence]], threshold: float | None = None
-) -> Figure:
+def training_curves(runs: Mapping[str, Mapping[str, Sequence]], threshold: float | None = None) -> Figure:
     """Loss and order parameter of several runs against steps.
 
     Colour and marker tell the run, the dash tells the layer: it can be read without colour.
@@ -118,9 +116,7 @@ def spectra(tensors: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
                 index = np.arange(1, values.shape[-1] + 1)
                 colour, dash = COLOURS[style], DASHES[style % len(DASHES)]
                 low, middle, high = np.quantile(instances, [0.0, 0.5, 1.0], axis=0)
-                axes.fill_between(
-                    index, _positive(low), _positive(high), color=colour, alpha=0.18, lw=0
-                )
+                axes.fill_between(index, _positive(low), _positive(high), color=colour, alpha=0.18, lw=0)
                 axes.plot(index, _positive(middle), color=colour, ls=dash, label=label)
                 handles[label] = Line2D([], [], color=colour, ls=dash)
         for layer, axes in enumerate(row):
@@ -161,9 +157,7 @@ def operator_maps(operators, title: str = "") -> Figure:
             matrix, axes = operators[layer, head], panels[layer, head]
             size = np.abs(matrix).max()
             # PuOr stays ordered under every form of colour blindness, red-green maps do not.
-            image = axes.imshow(
-                matrix / (size or 1.0), cmap="PuOr", vmin=-1, vmax=1, interpolation="nearest"
-            )
+            image = axes.imshow(matrix / (size or 1.0), cmap="PuOr", vmin=-1, vmax=1, interpolation="nearest")
             axes.set_title(f"layer {layer}, head {head}\nmax|G| = {size:.2g}", fontsize="small")
     for axes in panels[-1]:
         axes.set_xlabel("key side")

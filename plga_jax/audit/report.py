@@ -60,9 +60,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
     """
     cells = [[show(cell).replace("|", "\\|") for cell in row] for row in (header, *rows)]
     if any(len(row) != len(header) for row in cells):
-        raise ValueError(
-            f"every row needs the header's {len(header)} cells; pad short rows with ''"
-        )
+        raise ValueError(f"every row needs the header's {len(header)} cells; pad short rows with ''")
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [" | ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in cells]
     lines.insert(1, " | ".join("-" * width for width in widths))

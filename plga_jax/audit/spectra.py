@@ -174,9 +174,7 @@ def _finite(matrices) -> np.ndarray:
         raise ValueError(f"matrices must have at least 2 axes, got shape {matrices.shape}")
     if not np.isfinite(matrices).all():
         bad = int(np.sum(~np.isfinite(matrices)))
-        raise ValueError(
-            f"{bad} of {matrices.size} entries are not finite; audit the last finite checkpoint"
-        )
+        raise ValueError(f"{bad} of {matrices.size} entries are not finite; audit the last finite checkpoint")
     return matrices
 
 

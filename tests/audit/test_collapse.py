@@ -35,10 +35,7 @@ def test_m_is_the_median_over_pairs_of_neighbouring_rows():
     A = noise(3)
     A[:, 1] = 1.001 * A[:, 0]
     found = measure_collapse(A, noise(4))
-    per_pair = [
-        [order.relative_rms(A[layer, 2 * p], A[layer, 2 * p + 1]) for p in range(PAIRS)]
-        for layer in range(L)
-    ]
+    per_pair = [[order.relative_rms(A[layer, 2 * p], A[layer, 2 * p + 1]) for p in range(PAIRS)] for layer in range(L)]
     np.testing.assert_allclose(found.m_A, np.median(per_pair, axis=1), rtol=1e-12)
     np.testing.assert_allclose(found.m_A_least, 0.001 / 1.0005, rtol=1e-9)
     np.testing.assert_allclose(found.m_A_most, np.max(per_pair, axis=1), rtol=1e-12)

@@ -1,9 +1,14 @@
-"""Agreement of two decodes on logits small enough to read."""
+"""Agreement of two decodes: by hand on logits small enough to read, and on a small model."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from plga_jax.audit.decoding import agreement
+from plga_jax.audit.decoding import agreement, forced_logits
+from plga_jax.models.pldr import PLDR
+from plga_jax.models.pldr_config import PLDRConfig
+from plga_jax.models.pldr_transforms import constant_operator_model, operators_of
 
 REFERENCE = np.array([[3.0, 1.0, 0.0], [0.0, 2.0, 1.5]])
 
@@ -58,3 +63,51 @@ def test_ties_have_margin_zero_and_are_never_certified():
 def test_bad_input_is_refused(args, message):
     with pytest.raises(ValueError, match=message):
         agreement(*args)
+
+
+@pytest.fixture
+def model(x64):
+    """A small float64 model: in float32 the power stage turns a rounding into 1e-4 of G."""
+    sizes = {"vocab_size": 23, "num_layers": 2, "num_heads": 2, "head_width": 4, "residual_units": 1}
+    config = PLDRConfig(**sizes, context=16, param_dtype="float64", compute_dtype="float64")
+    return PLDR(config, rngs=nnx.Rngs(0))
+
+
+PROMPT, CONTINUATION = np.array([3, 7, 11, 2]), np.array([5, 1, 20, 9, 13])
+# Float64 sums in another order, amplified by the power stage: measured 2e-13 on logits of order 1.
+CLOSE = {"rtol": 0, "atol": 1e-10}
+
+
+def test_forced_logits_without_cache_are_those_of_each_prefix(model):
+    found = forced_logits(model, PROMPT, CONTINUATION, cache="none")
+    for i in (0, 3):
+        prefix = np.concatenate([PROMPT, CONTINUATION[:i]])
+        logits, _ = model(jnp.asarray(prefix[None], jnp.int32))
+        np.testing.assert_allclose(found[i], logits[0, -1], **CLOSE)
+
+
+def test_forced_logits_with_frozen_operators(model):
+    none, kv, kv_g = (forced_logits(model, PROMPT, CONTINUATION, cache=c) for c in ("none", "kv", "kv_g"))
+    frozen = operators_of(model, jnp.asarray(PROMPT, jnp.int32))
+    whole = jnp.asarray(np.concatenate([PROMPT, CONTINUATION[:-1]])[None], jnp.int32)
+    wanted, _ = model(whole, operators=frozen)
+    np.testing.assert_allclose(kv_g, wanted[0, len(PROMPT) - 1 :], **CLOSE)
+    np.testing.assert_allclose(kv, kv_g, **CLOSE)
+    # An untrained model's operators depend on the tokens after the prompt, so only row 0 agrees.
+    np.testing.assert_allclose(none[0], kv_g[0], **CLOSE)
+    assert (np.abs(none[1:] - kv_g[1:]).max(axis=1) > 1e-5).all()
+    constant = constant_operator_model(model, frozen)
+    np.testing.assert_allclose(forced_logits(constant, PROMPT, CONTINUATION, cache="none"), kv_g, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation", "cache", "message"),
+    [
+        ([], [1], "kv", "at least one token"),
+        ([1], [], "kv", "at least one token"),
+        ([1], [1], "g", "'none', 'kv' or 'kv_g'"),
+    ],
+)
+def test_bad_forcing_is_refused(prompt, continuation, cache, message):
+    with pytest.raises(ValueError, match=message):
+        forced_logits(None, np.array(prompt), np.array(continuation), cache=cache)

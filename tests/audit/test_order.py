@@ -19,12 +19,8 @@ def test_matches_reference(golden, name):
     first, second, column = tensor[:, 0], tensor[:, 1], NAMES.index(name)
     within_layer = (1, 2, 3)
     wanted = reference["order_pair_rms_signed"][:, column]
-    np.testing.assert_allclose(
-        order.relative_rms(first, second, within_layer), wanted[:, 0], rtol=1e-12
-    )
-    np.testing.assert_allclose(
-        order.symmetrised_signed(first, second, within_layer), wanted[:, 1], rtol=1e-12
-    )
+    np.testing.assert_allclose(order.relative_rms(first, second, within_layer), wanted[:, 0], rtol=1e-12)
+    np.testing.assert_allclose(order.symmetrised_signed(first, second, within_layer), wanted[:, 1], rtol=1e-12)
     np.testing.assert_allclose(
         order.source_form(first, second),
         reference["order_source_rmse_over_absmean1"][column],

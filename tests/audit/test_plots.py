@@ -82,9 +82,7 @@ def test_operator_maps_scale_every_panel_by_its_own_maximum(tmp_path):
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == 6
     first = panels[0].images[0]
-    np.testing.assert_allclose(
-        first.get_array(), operators[0, 0] / np.abs(operators[0, 0]).max(), rtol=1e-12
-    )
+    np.testing.assert_allclose(first.get_array(), operators[0, 0] / np.abs(operators[0, 0]).max(), rtol=1e-12)
     assert first.get_clim() == (-1, 1)
     assert not np.asarray(panels[5].images[0].get_array()).any()
     assert "layer 0, head 0" in panels[0].get_title()

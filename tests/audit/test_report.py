@@ -21,9 +21,7 @@ def test_table_has_one_aligned_cell_per_column():
 
 def test_verdict_follows_the_numbers():
     claim = {"statement": "s", "criterion": "x < 1", "measured": "x = 2"}
-    text = report.claims_table(
-        [report.Claim(**claim, holds=False), report.Claim(**claim, holds=True)]
-    )
+    text = report.claims_table([report.Claim(**claim, holds=False), report.Claim(**claim, holds=True)])
     assert text.count("**does not hold**") == 1
     assert text.count("**holds**") == 1
 

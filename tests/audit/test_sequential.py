@@ -70,9 +70,7 @@ def test_all_calls_have_one_shape_and_never_see_the_last_token():
 
 def test_scores_are_float64_even_from_large_float32_logits():
     logits = np.array([1e4, 1e4 - 3.0, 0.0], dtype=np.float32)
-    found = block_against_sequential(
-        lambda x: np.broadcast_to(logits, (*x.shape, 3)), np.array([[1, 2, 1]])
-    )
+    found = block_against_sequential(lambda x: np.broadcast_to(logits, (*x.shape, 3)), np.array([[1, 2, 1]]))
     # Token 1 is 3 below the best: nll = 3 + log1p(e^-3), exact to float64.
     assert found.block[0, 1] == pytest.approx(3 + np.log1p(np.exp(-3.0)), rel=1e-14)
     assert found.block.dtype == np.float64

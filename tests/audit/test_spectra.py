@@ -27,9 +27,7 @@ def test_spectrum_matches_reference(stack, golden, name):
 
 def test_sameness_and_entropy_match_reference(stack, golden):
     reference, a, a_lm = golden("audit_small_f64"), stack("A"), stack("A_LM")
-    np.testing.assert_allclose(
-        spectra.entropy_rank(a_lm, "nuclear"), reference["A_LM.entropy_rank_nuclear"], **CLOSE
-    )
+    np.testing.assert_allclose(spectra.entropy_rank(a_lm, "nuclear"), reference["A_LM.entropy_rank_nuclear"], **CLOSE)
     np.testing.assert_allclose(spectra.cross_head_rms(a), reference["A.crosshead_rel"], **CLOSE)
     np.testing.assert_allclose(spectra.row_variance_ratio(a), reference["A.rowvar_ratio"], **CLOSE)
 
