@@ -19,6 +19,10 @@ from plga_jax.parallel.mesh import AXES
 MeshAxes = str | tuple[str, ...] | None
 
 
+def _as_tuple(names: MeshAxes) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
     """The mesh axis, or axes, that split each lettered axis of `array_types`; None replicates it.
@@ -68,10 +72,6 @@ DATA_PARALLEL = ShardingRules(B=("data", "fsdp"))
 
 FSDP = ShardingRules(B=("data", "fsdp"), D="fsdp", E="fsdp", F="fsdp", H="fsdp", N="fsdp", V="fsdp")
 """Every weight and its optimizer state is split over "fsdp", along the first axis that divides."""
-
-
-def _as_tuple(names: MeshAxes) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def _is_variable(leaf: Any) -> bool:

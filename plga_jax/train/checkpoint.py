@@ -129,6 +129,22 @@ class Checkpoints:
         """The newest saved step; None when there is none."""
         return max(self.steps, default=None)
 
+    def config(self) -> dict[str, Any]:
+        """The JSON saved with the newest step whose metadata can be read.
+
+        Raises:
+            FileNotFoundError: nothing was saved.
+            ValueError: no step has metadata that can be read.
+        """
+        if not self.steps:
+            raise FileNotFoundError(missing(self.directory, None))
+        for step in reversed(self.steps):
+            try:
+                return read_config(self.directory / str(step))
+            except BrokenCheckpoint as error:
+                newest_failure = error
+        raise newest_failure
+
     def save(
         self,
         state: TrainState,

@@ -112,12 +112,10 @@ class TrainState:
             zero = jnp.zeros((), jnp.int32)
             key = jax.random.key(seed)
             opt_state = tx.init(params)
-            return cls(
-                graphdef=graphdef, params=params, rest=rest, opt_state=opt_state, step=zero, key=key
-            )
+            return cls(graphdef=graphdef, params=params, rest=rest, opt_state=opt_state, step=zero, key=key)
 
         if mesh is None:
-            return jax.jit(make)(params, rest)
+            return make(params, rest)
         shardings = param_shardings(jax.eval_shape(make, params, rest), mesh, rules)
         # Params first, so that the moments are born split and never whole on one device.
         placed = jax.device_put((params, rest), (shardings.params, shardings.rest))
