@@ -72,7 +72,7 @@ def forced_logits(model, prompt, continuation, *, cache: str) -> np.ndarray:
     """*Measured*: the logits a way of decoding gives along a continuation that is forced on it.
 
     Args:
-        model: with `prefill`, `extend` and `init_cache`, called as `model(tokens)`.
+        model: with `prefill`, `extend` and `init_cache`, called as `model(tokens, segment_ids=)`.
         prompt: [P] token ids, without padding.
         continuation: [C] token ids.
         cache: "none" recomputes the whole prefix for every token; "kv" and "kv_g" prefill the
@@ -100,17 +100,21 @@ def _recomputed(model, prompt: Array, continuation: Array) -> Array:
     tokens = jnp.concatenate([prompt, continuation[:-1]])
     ends = prompt.shape[0] + jnp.arange(continuation.shape[0])
     inside = jnp.arange(tokens.shape[0])[None] < ends[:, None]
-    logits, _ = model(jnp.where(inside, tokens[None], model.config.pad_id))
+    # Said by segments, not by tokens: the pad id can be generated, and is a real token then.
+    logits, _ = model(
+        jnp.broadcast_to(tokens[None], inside.shape), segment_ids=inside.astype(jnp.int32), num_segments=1
+    )
     return jnp.take_along_axis(logits, (ends - 1)[:, None, None], axis=1)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames="kind")
 def _cached(model, prompt: Array, continuation: Array, kind: str) -> Array:
     held = model.init_cache(1, prompt.shape[0] + continuation.shape[0], kind=kind)
-    logits, held = model.prefill(prompt[None], held, last_only=True)
+    real = jnp.ones((1, prompt.shape[0]), jnp.int32)
+    logits, held = model.prefill(prompt[None], held, segment_ids=real, last_only=True)
 
     def step(held, token):
-        logits, held = model.extend(token[None, None], held)
+        logits, held = model.extend(token[None, None], held, segment_ids=real[:, :1])
         return held, logits[0, 0]
 
     _, further = lax.scan(step, held, continuation[:-1])

@@ -86,6 +86,16 @@ def test_forced_logits_without_cache_are_those_of_each_prefix(model):
         np.testing.assert_allclose(found[i], logits[0, -1], **CLOSE)
 
 
+def test_a_generated_pad_id_is_a_real_token(model):
+    """Without padding told apart from tokens, row 2 would be row 1 again."""
+    forced = np.array([5, 0, 20])
+    none, kv_g = (forced_logits(model, PROMPT, forced, cache=c) for c in ("none", "kv_g"))
+    whole = jnp.asarray(np.concatenate([PROMPT, forced[:-1]])[None], jnp.int32)
+    wanted, _ = model(whole, segment_ids=jnp.ones_like(whole), num_segments=1)
+    np.testing.assert_allclose(none[2], wanted[0, -1], **CLOSE)
+    assert np.abs(kv_g[2] - kv_g[1]).max() > 1e-2
+
+
 def test_forced_logits_with_frozen_operators(model):
     none, kv, kv_g = (forced_logits(model, PROMPT, CONTINUATION, cache=c) for c in ("none", "kv", "kv_g"))
     frozen = operators_of(model, jnp.asarray(PROMPT, jnp.int32))
