@@ -10,6 +10,9 @@ import pytest
 from plga_jax.ops import sampling
 from plga_jax.ops.sampling import SamplingConfig, filter_logits, sample
 
+_sample = jax.jit(sample)
+_filter = jax.jit(filter_logits)
+
 
 def _kept(filtered):
     return np.isfinite(np.asarray(filtered))
@@ -93,16 +96,16 @@ class TestFilters:
         logits = jnp.asarray(rng.normal(size=(200, 17)) * 10, jnp.float32)
         for rule in sampling.TOP_P_RULES:
             config = SamplingConfig(temperature=0.01, top_p=1e-6, top_p_rule=rule, top_k=1, min_p=1.0)
-            kept = _kept(jax.jit(filter_logits)(logits, config))
+            kept = _kept(_filter(logits, config))
             np.testing.assert_array_equal(kept.argmax(-1), np.asarray(logits).argmax(-1))
             assert (kept.sum(-1) == 1).all()
 
     def test_bf16_is_filtered_in_float32(self):
         logits = self.probabilities.astype(jnp.bfloat16)
         config = SamplingConfig(temperature=0.7, top_p=0.8, top_k=3, min_p=0.1)
-        got = filter_logits(logits, config)
+        got = _filter(logits, config)
         assert got.dtype == jnp.float32
-        np.testing.assert_array_equal(got, filter_logits(logits.astype(jnp.float32), config))
+        np.testing.assert_array_equal(got, _filter(logits.astype(jnp.float32), config))
 
 
 class TestSample:
@@ -112,7 +115,7 @@ class TestSample:
         count = 20_000
         keys = jax.random.split(jax.random.key(0), count)
         config = SamplingConfig(temperature=0.5, top_k=3)
-        draws = np.asarray(jax.jit(sample)(keys, jnp.tile(logits, (count, 1)), config))
+        draws = np.asarray(_sample(keys, jnp.tile(logits, (count, 1)), config))
         weights = np.array([0, 0.4, 0.2, 0.25, 0]) ** 2
         want = weights / weights.sum()
         got = np.bincount(draws, minlength=5) / count
@@ -125,31 +128,31 @@ class TestSample:
         seen = jnp.asarray(rng.integers(0, 2, size=(*shape, 31)))
         keys = jax.random.split(jax.random.key(2), shape)
         config = SamplingConfig(temperature=1.3, top_p=0.9, repetition_penalty=1.2)
-        batch = sample(keys, logits, config, seen)
+        batch = _sample(keys, logits, config, seen)
         assert batch.dtype == jnp.int32
         for at in np.ndindex(shape):
-            assert sample(keys[at], logits[at], config, seen[at]) == batch[at]
+            assert _sample(keys[at], logits[at], config, seen[at]) == batch[at]
         assert len(np.unique(batch)) > 1
 
     def test_a_single_key_is_split(self):
         logits = jnp.zeros((64, 31))
-        draws = sample(jax.random.key(0), logits)
+        draws = _sample(jax.random.key(0), logits)
         assert len(np.unique(draws)) > 10
         keys = jax.random.split(jax.random.key(0), (64,))
-        np.testing.assert_array_equal(draws, sample(keys, logits))
+        np.testing.assert_array_equal(draws, _sample(keys, logits))
 
     def test_greedy(self):
         logits = jnp.array([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]])
         config = SamplingConfig(greedy=True)
-        np.testing.assert_array_equal(sample(None, logits, config), [1, 0])
+        np.testing.assert_array_equal(_sample(None, logits, config), [1, 0])
         penalised = dataclasses.replace(config, repetition_penalty=10.0)
         seen = jnp.array([[False, True, False], [True, False, False]])
-        np.testing.assert_array_equal(sample(None, logits, penalised, seen), [2, 0])
-        assert sample(None, logits, config).dtype == jnp.int32
+        np.testing.assert_array_equal(_sample(None, logits, penalised, seen), [2, 0])
+        assert _sample(None, logits, config).dtype == jnp.int32
 
     def test_top_k_one_is_greedy(self):
         logits = jnp.asarray(np.random.default_rng(3).normal(size=(20, 31)), jnp.float32)
-        draws = sample(jax.random.key(0), logits, SamplingConfig(top_k=1))
+        draws = _sample(jax.random.key(0), logits, SamplingConfig(top_k=1))
         np.testing.assert_array_equal(draws, sampling.greedy(logits))
 
     def test_missing_or_wrong_arguments(self):

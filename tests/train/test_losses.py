@@ -21,6 +21,12 @@ from plga_jax.train.losses import (
     segment_weights,
 )
 
+_cross_entropy = jax.jit(cross_entropy, static_argnames="pad_id")
+_dag = jax.jit(dag_loss)
+_dag_and_gradient = jax.jit(jax.value_and_grad(dag_loss))
+_log_mean = jax.jit(log_mean_trace_exp)
+_log_mean_gradient = jax.jit(jax.grad(lambda N: jnp.sum(log_mean_trace_exp(N))))
+
 
 def _block(seed=0, shape=(2, 5), vocabulary=11):
     rng = np.random.default_rng(seed)
@@ -42,13 +48,13 @@ def _token_losses(logits, targets):
 class TestCrossEntropy:
     def test_reference_golden(self, x64, golden):
         g = golden("forward_f64")
-        parts = cross_entropy(jnp.asarray(g["full.logits"]), jnp.asarray(g["full.ids"][:, 1:]))
+        parts = _cross_entropy(jnp.asarray(g["full.logits"]), jnp.asarray(g["full.ids"][:, 1:]))
         np.testing.assert_allclose(parts.mean, g["full.ce"], rtol=1e-12)
         np.testing.assert_allclose(parts.accuracy, g["full.acc"], atol=1e-7)
 
     def test_accuracy_golden(self, x64, golden):
         targets = jnp.asarray(golden("misc")["acc_demo.real"])
-        parts = cross_entropy(jnp.asarray(golden("forward_f64")["full.logits"]), targets)
+        parts = _cross_entropy(jnp.asarray(golden("forward_f64")["full.logits"]), targets)
         # The reference holds the figure in float32.
         np.testing.assert_allclose(parts.accuracy, golden("misc")["acc_demo.acc"], rtol=1e-6)
 
@@ -58,7 +64,7 @@ class TestCrossEntropy:
         given = np.random.default_rng(1).uniform(size=targets.shape) if weighted else None
         weight = (targets != 0) * (1.0 if given is None else given)
         losses = _token_losses(logits, targets)
-        parts = cross_entropy(
+        parts = _cross_entropy(
             jnp.asarray(logits),
             jnp.asarray(targets),
             weights=None if given is None else jnp.asarray(given),
@@ -71,20 +77,20 @@ class TestCrossEntropy:
     def test_padding_id_outside_the_vocabulary(self):
         logits, targets = _block()
         logits = jnp.asarray(logits, jnp.float32)
-        want = cross_entropy(logits, jnp.asarray(targets))
-        got = cross_entropy(logits, jnp.where(targets == 0, -100, targets), pad_id=-100)
+        want = _cross_entropy(logits, jnp.asarray(targets))
+        got = _cross_entropy(logits, jnp.where(targets == 0, -100, targets), pad_id=-100)
         chex.assert_trees_all_equal(got, want)
 
     def test_gradient_is_softmax_minus_one_hot(self, x64):
         logits, targets = _block()
-        got = jax.grad(lambda x: cross_entropy(x, jnp.asarray(targets)).mean)(jnp.asarray(logits))
+        got = jax.grad(lambda x: _cross_entropy(x, jnp.asarray(targets)).mean)(jnp.asarray(logits))
         soft = np.exp(logits - logits.max(-1, keepdims=True))
         want = soft / soft.sum(-1, keepdims=True) - np.eye(11)[targets]
         want *= (targets != 0)[..., None] / (targets != 0).sum()
         np.testing.assert_allclose(got, want, atol=1e-15)
 
     def test_nothing_to_score(self):
-        value, gradient = jax.value_and_grad(lambda x: cross_entropy(x, jnp.zeros((1, 3), jnp.int32)).mean)(
+        value, gradient = jax.value_and_grad(lambda x: _cross_entropy(x, jnp.zeros((1, 3), jnp.int32)).mean)(
             jnp.ones((1, 3, 4))
         )
         assert value == 0
@@ -93,13 +99,13 @@ class TestCrossEntropy:
     def test_bf16_logits_lose_nothing_further(self):
         logits, targets = _block()
         low = jnp.asarray(logits, jnp.bfloat16)
-        parts = cross_entropy(low, jnp.asarray(targets))
+        parts = _cross_entropy(low, jnp.asarray(targets))
         assert parts.total.dtype == jnp.float32
-        chex.assert_trees_all_equal(parts, cross_entropy(low.astype(jnp.float32), jnp.asarray(targets)))
+        chex.assert_trees_all_equal(parts, _cross_entropy(low.astype(jnp.float32), jnp.asarray(targets)))
 
     def test_parts_of_a_split_batch_add_up(self, x64):
         logits, targets = map(jnp.asarray, _block(shape=(4, 5)))
-        whole = cross_entropy(logits, targets)
+        whole = _cross_entropy(logits, targets)
         parts = [cross_entropy(logits[i : i + 2], targets[i : i + 2]) for i in (0, 2)]
         chex.assert_trees_all_close(parts[0] + parts[1], whole, rtol=1e-15, atol=0)
         # The halves hold unequal numbers of targets: their means do not average to the mean.
@@ -114,12 +120,6 @@ class TestCrossEntropy:
     def test_segment_weights(self):
         ids = jnp.array([[1, 1, 2, 2, 2, 0, 0]])
         np.testing.assert_array_equal(segment_weights(ids), [[1, 0, 1, 1, 0, 0]])
-
-
-_dag = jax.jit(dag_loss)
-_dag_and_gradient = jax.jit(jax.value_and_grad(dag_loss))
-_log_mean = jax.jit(log_mean_trace_exp)
-_log_mean_gradient = jax.jit(jax.grad(lambda n: jnp.sum(log_mean_trace_exp(n))))
 
 
 def _by_eigenvalues(N):
