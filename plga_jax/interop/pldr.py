@@ -136,7 +136,8 @@ def load_operators(path: str | os.PathLike) -> jax.Array:
         ValueError: missing or damaged file, or another shape.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, because numpy leaves a damaged file open.
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             if "G_LM" not in file.files and len(file.files) != 1:
                 raise ValueError(f"it holds {', '.join(file.files) or 'nothing'}, not G_LM or a single array")
             G = file["G_LM" if "G_LM" in file.files else file.files[0]]
