@@ -57,8 +57,14 @@ class TrainConfig:
 
 
 _INTERVALS = ("log_every", "eval_every", "eval_batches", "save_every", "sample_every", "keep")
-MAY_CHANGE = tuple(f"train.{name}" for name in ("steps", *_INTERVALS))
-"""Keys of a run's config that may differ when it is resumed: no loss depends on them."""
+MAY_CHANGE = (
+    *(f"train.{name}" for name in ("steps", *_INTERVALS)),
+    *("data.corpus", "data.prompt", "data.sample", "tokenizer.path"),
+)
+"""Keys of a run's config that may differ when it is resumed: no loss depends on them.
+
+Text and tokenizer may have moved; "data.crc32" and "tokenizer.fingerprint" tell whether they changed.
+"""
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
