@@ -276,26 +276,25 @@ def _blockwise(q, k, v, key_bad, mask, scale, block_size):
         _to_blocks(k, K, k_size),
         _to_blocks(v, K, k_size),
         _to_blocks(key_bad[..., None], K, k_size)[..., 0],
-        _block_indices(S, k_size),
     )
 
     def query_block(_, xs):
         q_block, q_index = xs
+        strip = _mask_strip(mask, q_index, k_size, T, S, K)
 
         def key_block(carry, xs):
-            k_block, v_block, bad_block, k_index = xs
-            meet = _group(mask.block(q_index, k_index, T, S), K)
+            k_block, v_block, bad_block, meet, any_meet = xs
 
             def attend(carry):
                 out, lse, sees_bad = carry
                 *partial, sees_bad_here = _partial(q_block, k_block, v_block, bad_block, meet, scale)
                 return *merge_partials([(out, lse), partial]), sees_bad | sees_bad_here
 
-            return lax.cond(meet.any(), attend, lambda carry: carry, carry), None
+            return lax.cond(any_meet, attend, lambda carry: carry, carry), None
 
         lse = jnp.full_like(q_block[..., 0], -jnp.inf, statistics_dtype(q.dtype))
         out = jnp.zeros_like(lse, shape=(*lse.shape, V))
-        carry, _ = lax.scan(key_block, (out, lse, jnp.zeros_like(lse, bool)), k_blocks)
+        carry, _ = lax.scan(key_block, (out, lse, jnp.zeros_like(lse, bool)), (*k_blocks, *strip))
         return None, carry
 
     _, (out, lse, sees_bad) = lax.scan(query_block, None, (_to_blocks(q, K, q_size), _block_indices(T, q_size)))
@@ -330,14 +329,13 @@ def _blockwise_backward(scale, block_size, residuals, cotangents):
         _block_indices(T, q_size),
     )
     k_blocks, v_blocks = _to_blocks(k, K, k_size), _to_blocks(v, K, k_size)
-    k_indices = _block_indices(S, k_size)
 
     def query_block(carry, xs):
         q_block, do_block, lse_block, delta_block, q_index = xs
+        strip = _mask_strip(mask, q_index, k_size, T, S, K)
 
         def key_block(dq, xs):
-            k_block, v_block, dk, dv, k_index = xs
-            meet = _group(mask.block(q_index, k_index, T, S), K)
+            k_block, v_block, dk, dv, meet, any_meet = xs
 
             def attend(dq, dk, dv):
                 product = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -349,10 +347,10 @@ def _blockwise_backward(scale, block_size, residuals, cotangents):
                 dq += product("bkrs,bksh->bkrh", ds, k_block)
                 return dq, dk, dv
 
-            dq, dk, dv = lax.cond(meet.any(), attend, lambda *unchanged: unchanged, dq, dk, dv)
+            dq, dk, dv = lax.cond(any_meet, attend, lambda *unchanged: unchanged, dq, dk, dv)
             return dq, (dk, dv)
 
-        dq, carry = lax.scan(key_block, jnp.zeros_like(q_block, dtype), (k_blocks, v_blocks, *carry, k_indices))
+        dq, carry = lax.scan(key_block, jnp.zeros_like(q_block, dtype), (k_blocks, v_blocks, *carry, *strip))
         return carry, dq
 
     zeros = jnp.zeros_like(k_blocks, dtype), jnp.zeros_like(v_blocks, dtype)
@@ -372,3 +370,18 @@ def _block_indices(length, block):
     """int32 [blocks, block]: which row each row of each block is; those >= length are padding."""
     blocks = -(-length // block)
     return jnp.arange(blocks * block, dtype=jnp.int32).reshape(blocks, block)
+
+
+def _mask_strip(mask, q_index, k_size, T, S, K):
+    """The mask of one block of queries against every block of keys.
+
+    One strip at a time, not one block: a batch split over devices then agrees on what to skip once a strip.
+
+    Returns:
+        bool [blocks, B|1, K|1, G|1, t, s], and bool [blocks]: whether any pair of the block meets.
+    """
+    k_index = _block_indices(S, k_size)
+    meet = mask.block(q_index, k_index.reshape(k_index.size), T, S)
+    meet = meet.reshape(*meet.shape[:3], *k_index.shape)
+    meet = jax.vmap(lambda block: _group(block, K), in_axes=3)(meet)
+    return meet, meet.any(range(1, meet.ndim))
