@@ -1,6 +1,7 @@
 """Generation: batches of unequal prompts, streamed or whole, with the cache of your choice.
 
-Any model that offers `init_cache`, `prefill` and `extend` generates here. The modes answer the same prompt with ever less work per token:
+Any model that offers `init_cache`, `prefill` and `extend` generates here. The modes answer the same prompt with ever
+less work per token:
 
     none   the whole prefix again for every token, so operators always belong to the whole prefix
     kv     keys, values and the metric tensor A of the prompt are kept
@@ -54,11 +55,11 @@ class Step:
 
     Attributes:
         tokens: int32 [B]; −1 in rows that have stopped.
-        logits: float32 [B, V], before any filter, that the tokens were drawn from.
+        logits: float32 [B, V], before any filter, that the tokens were drawn from; left on the device.
     """
 
     tokens: np.ndarray
-    logits: np.ndarray
+    logits: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,8 @@ def generate(
         The new tokens (and logits).
 
     Raises:
-        ValueError: an empty prompt, ids outside the vocabulary, prompt and continuation longer than the context, or a bad choice.
+        ValueError: an empty prompt, text instead of ids, ids outside the vocabulary, prompt and continuation longer
+            than the context, or a bad choice.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     logits = []
@@ -132,6 +134,7 @@ def stream(
     Arguments are checked at the call, not at the first step.
     """
     config = model.config
+    prompts = [np.asarray(prompt) for prompt in prompts]
     lengths = _check(config, prompts, max_new_tokens, cache, seed)
     sampling = sampling or SamplingConfig(greedy=True)
     # Rounded up, so that prompts and continuations of similar lengths share one compiled program.
@@ -144,7 +147,7 @@ def stream(
     seeds = [(seed, row) for row in range(len(prompts))] if np.ndim(seed) == 0 else [(s, 0) for s in seed]
     seen = np.zeros((len(prompts), config.vocab_size), bool)
     for row, prompt in zip(seen, prompts):
-        row[list(prompt)] = True
+        row[prompt] = True
     state = _Rows(
         keys=jnp.stack([jax.random.fold_in(jax.random.key(s), row) for s, row in seeds]),
         seen=jnp.asarray(seen),
@@ -159,7 +162,7 @@ def stream(
             model, jnp.asarray(tokens), jnp.asarray(real), stop_ids, state, cache, capacity, sampling
         )
         for index in range(max_new_tokens):
-            step = Step(tokens=np.asarray(drawn), logits=np.asarray(logits))
+            step = Step(tokens=np.asarray(drawn), logits=logits)
             yield step
             stopped = step.tokens < 0
             if stop_ids.size:
@@ -226,10 +229,18 @@ def _draw(logits: Array, stop_ids: Array, rows: _Rows, sampling: SamplingConfig)
 
 
 def _check(config, prompts, max_new_tokens: int, cache: str, seed) -> list[int]:
-    lengths = [len(prompt) for prompt in prompts]
+    lengths = [prompt.size for prompt in prompts]
     if not lengths or min(lengths) == 0:
         where = f"prompt {lengths.index(0)} of {len(lengths)} is empty" if lengths else "there is no prompt"
         raise ValueError(f"Generation starts from at least one token per row: {where}; pass the end-of-text token.")
+    for prompt in prompts:
+        if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+            raise ValueError("Prompts are sequences of token ids, one per row; encode text with the model's tokenizer.")
+        if prompt.min() < 0 or prompt.max() >= config.vocab_size:
+            raise ValueError(
+                f"Prompt ids {prompt.min()}…{prompt.max()} leave the vocabulary 0…{config.vocab_size - 1}; "
+                "use the tokenizer the model was trained with."
+            )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens} must be at least 1.")
     if max(lengths) + max_new_tokens > config.context:
@@ -237,16 +248,8 @@ def _check(config, prompts, max_new_tokens: int, cache: str, seed) -> list[int]:
             f"A prompt of {max(lengths)} tokens and {max_new_tokens} new ones exceed the context of {config.context}; "
             f"shorten the prompt or ask for at most {max(config.context - max(lengths), 0)} new tokens."
         )
-    for prompt in prompts:
-        if min(prompt) < 0 or max(prompt) >= config.vocab_size:
-            raise ValueError(
-                f"Prompt ids {min(prompt)}…{max(prompt)} leave the vocabulary 0…{config.vocab_size - 1}; "
-                "use the tokenizer the model was trained with."
-            )
     if cache not in CACHES:
         raise ValueError(f"Cache mode {cache!r} is unknown; choose one of {', '.join(CACHES)}.")
-    if cache == "none" and getattr(config, "gram_rows", "valid") != "valid":
-        raise ValueError('Mode "none" pads the prefix, which needs gram_rows="valid" in the config.')
     if np.ndim(seed) and len(seed) != len(lengths):
         raise ValueError(f"{len(seed)} seeds for {len(lengths)} prompts; pass one per prompt, or a single number.")
     return lengths
