@@ -153,6 +153,8 @@ def load_parts(path: pathlib.Path, wanted: dict[str, Any]) -> tuple[dict[str, An
     try:
         found = ocp.checkpointables_metadata(path)
         saved = {part: _names(found.metadata[part]) for part in wanted}
+        if unread := [part for part, names in saved.items() if not names]:
+            raise OSError(f"nothing is known of {' and '.join(unread)}")  # Orbax only warns.
     except Exception as error:  # Orbax, TensorStore and JSON raise many kinds.
         raise _unreadable(path, error) from error
     for part, tree in wanted.items():
