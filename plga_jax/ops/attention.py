@@ -213,12 +213,18 @@ def _group(meet, K):
     return meet.reshape(B, *((1, 1) if N == 1 else (K, N // K)), t, s)
 
 
+def _grouped_shape(q, meet):
+    """(B, K, G, t) of q [B, K, G·t, H] and its block of the mask."""
+    B, K, rows, _ = q.shape
+    t = meet.shape[-2]
+    return B, K, rows // t if t else meet.shape[2], t
+
+
 def _scores(q, k, meet, scale):
     """Scaled scores of one block, -inf where the pair does not meet: [B, K, G·t, s]."""
     dtype = statistics_dtype(q.dtype)
     s = scale * jnp.einsum("bkrh,bksh->bkrs", q, k, preferred_element_type=dtype)
-    t, keys = meet.shape[-2:]
-    grouped = s.reshape(*s.shape[:2], -1, t, keys)
+    grouped = s.reshape(_grouped_shape(q, meet) + meet.shape[-1:])
     return jnp.where(meet, grouped, jnp.full_like(grouped, -jnp.inf)).reshape(s.shape)
 
 
@@ -247,10 +253,9 @@ def _partial(q, k, v, key_bad, meet, scale):
     lse = jnp.where(empty, jnp.full_like(shift, -jnp.inf), shift + jnp.log(total))[..., 0]
 
     rows_bad = lambda: (meet & key_bad[:, :, None, None, :]).any(-1)  # noqa: E731
-    shape = (*q.shape[:2], q.shape[2] // meet.shape[-2], meet.shape[-2])
     sees_bad = lax.cond(
         key_bad.any(),
-        lambda: jnp.broadcast_to(rows_bad(), shape).reshape(lse.shape),
+        lambda: jnp.broadcast_to(rows_bad(), _grouped_shape(q, meet)).reshape(lse.shape),
         lambda: jnp.zeros_like(lse, bool),
     )
     return out, lse, sees_bad

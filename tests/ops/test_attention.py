@@ -129,9 +129,9 @@ def test_blocks_that_meet_nothing_are_skipped(monkeypatch):
         return scores(*args)
 
     monkeypatch.setattr(attention_module, "_scores", counted)
+    q, k, v, _, _ = Case(B=1, T=16, N=1, H=2).make(jnp.float32)
     for mask, blocks in ((Mask(), 10), (Mask(window=4), 7), (None, 16)):
         computed.clear()
-        q, k, v, _, _ = Case(B=1, T=16, N=1, H=2).make(jnp.float32)
         loss = lambda q, mask=mask: blockwise(q, k, v, mask, block_size=4).sum()  # noqa: E731
         jax.block_until_ready(jax.jit(jax.grad(loss))(q))
         jax.effects_barrier()
