@@ -131,10 +131,11 @@ class Interrupted(RuntimeError):
     """A signal ended the training; the same command goes on from the last checkpoint."""
 
 
-def initial_spectra(study: Study, probes: Probes) -> dict[str, np.ndarray]:
-    """Singular values of A and A_LM on the probe inputs, of the weights both runs start from."""
+def measure_start(study: Study, probes: Probes) -> tuple[Collapse, dict[str, np.ndarray]]:
+    """The probe on the weights both runs start from, and the singular values of A and A_LM there."""
     model = PLDR(study.run.model, rngs=nnx.Rngs(study.run.train.seed))
-    return _spectra(_deduce(model, probes.inputs))
+    deduced = _deduce(model, probes.inputs)
+    return measure_collapse(deduced.A, deduced.G_LM), _spectra(deduced)
 
 
 def run_phase(

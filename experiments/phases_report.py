@@ -17,7 +17,7 @@ from plga_jax.train.data import Corpus
 GAP_BELOW = 1e-3
 """Nats per token within which block and sequential loss count as equal."""
 TIMES_LARGER = 10
-"""How many times larger an effect must be in the uncollapsed run to count as an effect of the phase."""
+"""How many times one number must exceed another to count as of another size."""
 
 
 def write_report(
@@ -27,7 +27,7 @@ def write_report(
     tokenizer: ByteTokenizer,
     probes: Probes,
     phases: dict[str, Phase],
-    initial: dict[str, np.ndarray],
+    start: tuple[Collapse, dict[str, np.ndarray]],
     seconds: float,
 ) -> str:
     """Writes metrics.jsonl, the figures, report.md and, last of all, report.json.
@@ -39,7 +39,7 @@ def write_report(
         tokenizer: its tokenizer.
         probes: what was measured on.
         phases: "collapsed" and "uncollapsed", named by what is expected of them; the claims say whether they are.
-        initial: singular values before training, as `Phase.values`.
+        start: the probe and the singular values before training, as `Phase.collapse` and `Phase.values`.
         seconds: wall time up to here.
 
     Returns:
@@ -47,11 +47,12 @@ def write_report(
     """
     lines = [{"run": name} | line for name, phase in phases.items() for line in phase.lines]
     write_text(out / "metrics.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    _write_figures(out, phases, initial)
-    found = claims(phases["collapsed"], phases["uncollapsed"])
+    _write_figures(out, phases, start[1])
+    found = claims(start[0], phases["collapsed"], phases["uncollapsed"])
     record = {name: _record(phase) for name, phase in phases.items()}
     record["decode"] = _decodes(phases["collapsed"])
     record["decode_uncollapsed"] = _decodes(phases["uncollapsed"])
+    record["start"] = start[0].as_dict()
     record["claims"] = [dataclasses.asdict(claim) for claim in found]
     record["study"] = dataclasses.asdict(study)
     record["corpus"] = corpus.name
@@ -63,10 +64,11 @@ def write_report(
     return text
 
 
-def claims(collapsed: Phase, uncollapsed: Phase) -> list[Claim]:
+def claims(start: Collapse, collapsed: Phase, uncollapsed: Phase) -> list[Claim]:
     """What the paper says of the two phases, judged on two runs.
 
     Args:
+        start: the probe before training.
         collapsed: the run expected to have collapsed.
         uncollapsed: the one expected not to have.
 
@@ -74,6 +76,7 @@ def claims(collapsed: Phase, uncollapsed: Phase) -> list[Claim]:
         The claims, in the order of the story.
     """
     c, u = collapsed.collapse, uncollapsed.collapse
+    fell, stayed = (start.m_A / np.maximum(found.m_A, np.finfo(np.float64).tiny) for found in (c, u))
     gap, other_gap = abs(collapsed.scores.gap), abs(uncollapsed.scores.gap)
     kv_g, constant = collapsed.decodes["kv_g"], collapsed.decodes["constant_g"]
     deviation, other = kv_g.forced.largest_deviation, uncollapsed.decodes["kv_g"].forced.largest_deviation
@@ -82,13 +85,25 @@ def claims(collapsed: Phase, uncollapsed: Phase) -> list[Claim]:
     same = [np.array_equal(p.decodes["kv"].tokens, p.decodes["kv_g"].tokens) for p in (collapsed, uncollapsed)]
     return [
         Claim(
-            statement=f"η_max = {collapsed.eta_max:g} collapses the operators",
+            statement=f"η_max = {collapsed.eta_max:g} brings m(A) down in some layer",
+            criterion=f"m(A) below 1/{TIMES_LARGER} of its start in at least one layer",
+            measured=f"fell by factors {show(fell)}",
+            holds=bool((fell > TIMES_LARGER).any()),
+        ),
+        Claim(
+            statement=f"η_max = {uncollapsed.eta_max:g} brings it down in none",
+            criterion=f"m(A) above 1/{TIMES_LARGER} of its start in every layer",
+            measured=f"fell by factors {show(stayed)}",
+            holds=bool((stayed < TIMES_LARGER).all()),
+        ),
+        Claim(
+            statement=f"η_max = {collapsed.eta_max:g} collapses every layer",
             criterion=f"m(A) < {COLLAPSED_BELOW:g} in every layer",
             measured=f"m(A) = {show(c.m_A)}",
             holds=bool(c.collapsed.all()),
         ),
         Claim(
-            statement=f"η_max = {uncollapsed.eta_max:g} does not",
+            statement=f"η_max = {uncollapsed.eta_max:g} collapses none",
             criterion=f"m(A) ≥ {COLLAPSED_BELOW:g} in every layer",
             measured=f"m(A) = {show(u.m_A)}",
             holds=not u.collapsed.any(),
@@ -233,8 +248,11 @@ def _series(lines: list[dict]) -> dict[str, list]:
 
 def _markdown(record: dict, found: list[Claim], study: Study, phases: dict[str, Phase], samples: str) -> str:
     names = list(phases)
-    rows = [(title, *(record[name][key] for name in names)) for title, key in _ROWS]
-    rows += [(f"{title}, by layer", *(record[name]["layers"][key] for name in names)) for title, key in _LAYER_ROWS]
+    rows = [(title, *(record[name][key] for name in names), "") for title, key in _ROWS]
+    rows += [
+        (f"{title}, by layer", *(record[name]["layers"][key] for name in names), record["start"][key])
+        for title, key in _LAYER_ROWS
+    ]
     train, heads = study.run.train, [f"{name} (η_max = {phases[name].eta_max:g})" for name in names]
     held = sum(claim.holds for claim in found)
     where = record["environment"]
@@ -247,7 +265,7 @@ def _markdown(record: dict, found: list[Claim], study: Study, phases: dict[str, 
         f"η_max = {study.eta_collapsed:g} and {study.eta_uncollapsed:g}. Everything took {record['seconds']:.0f} s.\n",
         f"The training of {' and '.join(resumed)} went on from an earlier start.\n" if resumed else "",
         f"## What holds: {held} of {len(found)}\n\n{claims_table(found)}",
-        f"## The two runs\n\n{markdown_table(('', *heads), rows)}",
+        f"## The two runs\n\n{markdown_table(('', *heads, 'at the start'), rows)}",
         *(
             f"## Decoding, {name}\n\n{_decode_table(record[key])}"
             for name, key in zip(names, ("decode", "decode_uncollapsed"))
@@ -257,9 +275,9 @@ def _markdown(record: dict, found: list[Claim], study: Study, phases: dict[str, 
         "prompt at a time, prefill included, compilation not.\n",
         f"## What they write\n\n{samples}",
         "## Figures\n\n" + "".join(f"![]({path})\n" for path in _FIGURES),
-        f"## Where\n\n{where['machine']}, {where['cores']} cores; {versions}; seed {train.seed}. m is the relative "
-        f"RMS difference between two inputs, the median of {study.pairs} fixed pairs of held-out windows; spectra and "
-        f"heads are medians over the same inputs. Block and sequential loss are over {study.scored} held-out windows.\n",
+        f"## Where\n\n{where['machine']}, {where['cores']} cores; {versions}; seed {train.seed}. m is the relative RMS "
+        f"difference between two inputs, the median of {study.pairs} fixed pairs of held-out windows; spectra and "
+        f"heads are medians over the same inputs. Losses are compared on {study.scored} held-out windows.\n",
     ]
     return "\n".join(part for part in parts if part)
 

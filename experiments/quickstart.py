@@ -18,7 +18,7 @@ from absl import flags
 
 from experiments.cli import run
 from experiments.configs.pldr import make_run
-from experiments.phases import Interrupted, Probes, Study, initial_spectra, run_phase
+from experiments.phases import Interrupted, Probes, Study, measure_start, run_phase
 from experiments.phases_report import write_report
 from plga_jax.tokenizers import ByteTokenizer
 from plga_jax.train.data import load_corpus
@@ -50,7 +50,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
 
     print(f"text: {corpus.name}; two runs of {study.run.train.steps} steps", flush=True)
-    initial, phases = initial_spectra(study, probes), {}
+    start, phases = measure_start(study, probes), {}
     for name, eta_max in rates.items():
         print(f"η_max = {eta_max:g}, expected to be {name}", flush=True)
         try:
@@ -59,7 +59,7 @@ def main() -> int:
             print(stop, file=sys.stderr)
             return 130
     seconds = time.perf_counter() - began
-    print(write_report(out, study, corpus, tokenizer, probes, phases, initial, seconds))
+    print(write_report(out, study, corpus, tokenizer, probes, phases, start, seconds))
     print(f"everything is in {out}")
     return 0
 

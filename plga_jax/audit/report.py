@@ -15,7 +15,7 @@ LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "plg
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement about a model, judged by a criterion fixed before the numbers were seen."""
+    """A statement about a model, judged by a criterion that is fixed in the code."""
 
     statement: str
     """What is claimed."""
