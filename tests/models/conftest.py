@@ -1,10 +1,13 @@
 """The small published model, in any dtype."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from plga_jax.interop.pldr import config_from_tensors, model_from_tensors
+from plga_jax.models.pldr import PLDR
 
 
 @pytest.fixture
@@ -25,7 +28,11 @@ def distance():
     return lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
+@functools.partial(jax.jit, static_argnames=("collect", "num_segments", "last_only"))
 def run(model, tokens, **kwargs):
     """A jitted call, since op-by-op dispatch is slower than compiling these models once."""
-    static = {name: kwargs.pop(name) for name in ("collect", "num_segments", "last_only") if name in kwargs}
-    return jax.jit(lambda model, tokens, kwargs: model(tokens, **kwargs, **static))(model, tokens, kwargs)
+    return model(tokens, **kwargs)
+
+
+prefill = jax.jit(PLDR.prefill, static_argnames="last_only")
+extend = jax.jit(PLDR.extend)
