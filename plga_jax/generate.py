@@ -209,7 +209,7 @@ def _next(model, drawn, stop_ids, rows: _Rows, held, sampling: SamplingConfig):
 
 def _recompute(model, buffer: TokenBuffer) -> Array:
     """Logits [B, V] of each row's last token, from the whole prefix."""
-    real = jnp.arange(buffer.tokens.shape[1])[None] < buffer.length[:, None]
+    real = jnp.arange(buffer.tokens.shape[1], dtype=jnp.int32)[None] < buffer.length[:, None]
     logits, _ = model(buffer.tokens, segment_ids=real.astype(jnp.int32), num_segments=1, last_only=True)
     return logits[:, 0]
 
