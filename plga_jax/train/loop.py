@@ -7,8 +7,10 @@ for bit, the losses it would have written.
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -219,10 +221,16 @@ def fit(
         )
         step = int(state.step)
         bar = stack.enter_context(tqdm(total=config.steps, initial=step, unit="step", disable=not progress))
-        say = bar.write if progress else logging.info
+
+        def say(text: str) -> None:
+            if progress:
+                bar.write(text)
+                sys.stdout.flush()  # A log file should not lag behind.
+
         if resumed_from is not None:
             say(f"going on from step {step}")
-            journal.last |= next(reversed(list(records)), {})
+            line = next(reversed(list(records)), {})
+            journal.last |= {name: value for name, value in line.items() if value is not None}
 
         def probe() -> dict[str, float]:
             values = {}
@@ -244,11 +252,12 @@ def fit(
             journal.flush()  # Raises when training diverged: nothing bad is ever saved.
             if checkpoints and checkpoints.latest_step != step:
                 data = batches.get_state() if hasattr(batches, "get_state") else None
-                ranked = {"val_loss": journal.last["val_loss"]} if due["eval"] else None
+                loss = journal.last.get("val_loss", math.nan) if due["eval"] else math.nan
+                ranked = {"val_loss": loss} if math.isfinite(loss) else None
                 checkpoints.save(state, config=run_config, data=data, metrics=ranked)
 
         due = _due(step, config, hooks)
-        if step == 0:
+        if step == 0 and resumed_from is None:
             extra = validate() if due["eval"] else {}
             journal.add(0, {}, extra | probe())
             journal.flush()

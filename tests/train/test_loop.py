@@ -162,9 +162,10 @@ class TestLogs:
         np.testing.assert_allclose(lines(tmp_path)[-1]["val_accuracy"], expected.accuracy)
 
     def test_loss_that_is_not_finite_is_valid_json(self, tmp_path):
-        train(tmp_path, steps=4, batches=ToyBatches(poisoned=(2,)))
+        train(tmp_path, steps=4, batches=ToyBatches(poisoned=(2, 4)))
         found = lines(tmp_path)
-        assert found[2]["loss"] is None and found[3]["loss"] is not None
+        assert [line["loss"] is None for line in found[1:]] == [False, True, False, True]
+        assert "loss" not in train(tmp_path, steps=4).metrics
 
     def test_records_survive_a_torn_line(self, tmp_path):
         records = Records(tmp_path / "r.jsonl")
