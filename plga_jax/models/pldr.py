@@ -340,9 +340,7 @@ class PLDR(nnx.Module):
             attended = kv.attend(index, q, slots, self._attention, scale=self._scale)
             return (layer.finish(x, attended), kv), None
 
-        index = jnp.arange(self.config.num_layers)
-        carry = (self._embed(tokens), cache.kv)
-        (x, kv), _ = lax.scan(step, carry, (index, self.layers, cache.operators))
+        (x, kv), _ = self._over_layers(step, (self._embed(tokens), cache.kv), cache.operators)
         return self._logits(x), dataclasses.replace(cache, kv=kv.advance(valid))
 
     def with_operators(self, operators: Array) -> Self:
@@ -367,6 +365,26 @@ class PLDR(nnx.Module):
             for path, variable in nnx.to_flat_state(constant)
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(replaced), rest)
+
+    def unstacked(self) -> Self:
+        """The same model with the weights of each layer in arrays of their own, for decoding on CPU.
+
+        A scan over stacked weights copies every layer's slice before XLA:CPU multiplies with it. A block of tokens hides that
+        copy; a single token does nothing but read weights, and takes 2.5 times longer for it. Layers in arrays of their own are
+        read where they lie, for the price of one copy of the weights and a program that grows with the number of layers.
+
+        Returns:
+            A model for `prefill`, `extend` and calls; its parameters have other paths and shapes, so train, save and transform
+            the stacked one.
+        """
+        if isinstance(self.layers, nnx.List):
+            return self
+        copy = nnx.merge(*nnx.split(self))
+        graphdef, state = nnx.split(self.layers)
+        # One jitted cut per layer: cutting array by array would dispatch hundreds of tiny programs.
+        cut = jax.jit(lambda state, index: jax.tree.map(lambda x: x[index], state))
+        copy.layers = nnx.List([nnx.merge(graphdef, cut(state, i)) for i in range(self.config.num_layers)])
+        return copy
 
     @property
     def num_parameters(self) -> int:
@@ -444,10 +462,18 @@ class PLDR(nnx.Module):
 
         if self.config.remat:
             step = jax.checkpoint(step, prevent_cse=False)
-        index = jnp.arange(self.config.num_layers)
-        carry = (self._embed(tokens), kv)
-        (x, kv), deduced = lax.scan(step, carry, (index, self.layers, operators))
+        (x, kv), deduced = self._over_layers(step, (self._embed(tokens), kv), operators)
         return x, None if kv is None else kv.advance(rows.valid), deduced
+
+    def _over_layers(self, step, carry, operators: Array | None):
+        """`lax.scan` of `step(carry, (index, layer, operators of the layer))`, or its loop where the layers are unstacked."""
+        if not isinstance(self.layers, nnx.List):
+            return lax.scan(step, carry, (jnp.arange(self.config.num_layers), self.layers, operators))
+        outputs = []
+        for index, layer in enumerate(self.layers):
+            carry, output = step(carry, (index, layer, None if operators is None else operators[index]))
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
 
     def _scores(self, q, k, mask: Mask, collect) -> dict[str, Array]:
         """E_pre and E, when asked for. They need the whole [T, T] table, which the kernel never makes."""
