@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import time
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def write_report(
     probes: Probes,
     phases: dict[str, Phase],
     start: tuple[Collapse, dict[str, np.ndarray]],
-    seconds: float,
+    began: float,
 ) -> str:
     """Writes metrics.jsonl, the figures, report.md and, last of all, report.json.
 
@@ -40,7 +41,7 @@ def write_report(
         probes: what was measured on.
         phases: "collapsed" and "uncollapsed", named by what is expected of them; the claims say whether they are.
         start: the probe and the singular values before training, as `Phase.collapse` and `Phase.values`.
-        seconds: wall time up to here.
+        began: when the program did, by `time.perf_counter`.
 
     Returns:
         The report in Markdown.
@@ -57,7 +58,7 @@ def write_report(
     record["study"] = dataclasses.asdict(study)
     record["corpus"] = corpus.name
     record["environment"] = environment()
-    record["seconds"] = round(seconds, 2)
+    record["seconds"] = round(time.perf_counter() - began, 2)
     text = _markdown(record, found, study, phases, _samples(tokenizer, probes, phases))
     write_text(out / "report.md", text)
     write_json(out / "report.json", record)

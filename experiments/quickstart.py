@@ -58,8 +58,7 @@ def main() -> int:
         except Interrupted as stop:
             print(stop, file=sys.stderr)
             return 130
-    seconds = time.perf_counter() - began
-    print(write_report(out, study, corpus, tokenizer, probes, phases, start, seconds))
+    print(write_report(out, study, corpus, tokenizer, probes, phases, start, began))
     print(f"everything is in {out}")
     return 0
 
