@@ -33,6 +33,7 @@ def start(workdir, corpus, *arguments, **options):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # Compiling is most of the time here.
     }
     return subprocess.Popen(
         [*command, f"--workdir={workdir}", *flags, *arguments],
