@@ -38,8 +38,8 @@ from plga_jax.train.signals import stop_on_signal
 from plga_jax.train.step import (
     Batch,
     LossFn,
-    Objective,
     TrainState,
+    evaluate,
     make_eval_step,
     make_train_step,
 )
@@ -117,31 +117,6 @@ class FitResult:
     metrics: dict[str, float]
     first_step_seconds: float | None
     seconds: float
-
-
-def evaluate(
-    eval_step: Callable[[TrainState, Batch], Objective], state: TrainState, batches: Iterable[Batch]
-) -> dict[str, float]:
-    """Mean loss per token over batches, as one big batch would give it.
-
-    Args:
-        eval_step: from `make_eval_step`.
-        state: whose model.
-        batches: at least one.
-
-    Returns:
-        val_loss (penalties left out) and val_accuracy.
-
-    Raises:
-        ValueError: no batch.
-    """
-    whole = None
-    for batch in batches:
-        tokens = eval_step(state, batch).tokens
-        whole = tokens if whole is None else whole + tokens
-    if whole is None:
-        raise ValueError("validation has no batch: give it more text or a smaller batch size")
-    return {"val_loss": float(whole.mean), "val_accuracy": float(whole.accuracy)}
 
 
 def fit(

@@ -5,7 +5,7 @@ that microbatches, devices and validation batches add up to what one big batch w
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -226,3 +226,28 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, Batch], Objective]:
         return loss_fn(state.model, batch, state.key)
 
     return step
+
+
+def evaluate(
+    eval_step: Callable[[TrainState, Batch], Objective], state: TrainState, batches: Iterable[Batch]
+) -> dict[str, float]:
+    """Mean loss per token over batches, as one big batch would give it.
+
+    Args:
+        eval_step: from `make_eval_step`.
+        state: whose model.
+        batches: at least one.
+
+    Returns:
+        val_loss (penalties left out) and val_accuracy.
+
+    Raises:
+        ValueError: no batch.
+    """
+    whole = None
+    for batch in batches:
+        tokens = eval_step(state, batch).tokens
+        whole = tokens if whole is None else whole + tokens
+    if whole is None:
+        raise ValueError("validation has no batch: give it more text or a smaller batch size")
+    return {"val_loss": float(whole.mean), "val_accuracy": float(whole.accuracy)}
