@@ -22,8 +22,8 @@ PROMPTS = [[5, 9, 60], [7, 3, 80, 22, 41, 11, 5, 5, 90, 31, 2, 64, 8], [44, 13, 
 SEEDS = [11, 12, 13]
 # A stop id that no model draws keeps the programs of tests with and without a stop id the same.
 NEVER = [1000]
-# Batched and single products sum in different orders; measured 2e-13 for logits of size 3.
-TOLERANCE = 5e-12
+# Products of other shapes sum in other orders; measured 5e-14 for logits up to 3.7.
+TOLERANCE = 1e-12
 
 
 @pytest.fixture(autouse=True)

@@ -204,8 +204,8 @@ class TestRoundTrips:
             "decoder.past_G_values_status": np.ones(2, bool),
         }
         model = load_hf(folder({"custom_G_type": "random"}, tensors))
-        # The port is bit-identical to v510G; measured 3e-5, logits of random operators reach 6.
-        _close(model(_ids_of(wanted["ids"]))[0], wanted["random.logits"], 5e-4)
+        # The port is bit-identical to v510G; measured 4.2e-6 for logits up to 3.3.
+        _close(model(_ids_of(wanted["ids"]))[0], wanted["random.logits"], 5e-5)
 
     def test_identity_needs_no_operators_in_the_file(self, golden, folder, weights):
         model = load_hf(folder({"custom_G_type": "identity"}, _without_learner(weights)))
