@@ -53,8 +53,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """x [..., inputs] -> [..., outputs] in the compute dtype."""
-        dtype = self.compute_dtype
-        return linear(x.astype(dtype), self.kernel[...].astype(dtype), self.bias[...].astype(dtype))
+        return linear(x.astype(self.compute_dtype), self.kernel[...], self.bias[...])
 
 
 class GatedLinear(nnx.Module):
@@ -87,8 +86,7 @@ class GatedLinear(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D] in the compute dtype."""
         parts = (self.gate, self.up, self.down)
-        arrays = (array[...] for part in parts for array in (part.kernel, part.bias))
-        weights = GatedWeights(*(array.astype(self.compute_dtype) for array in arrays))
+        weights = GatedWeights(*(array[...] for part in parts for array in (part.kernel, part.bias)))
         return gated_linear(x.astype(self.compute_dtype), weights)
 
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from plga_jax.array_types import Array, align
+from plga_jax.array_types import Array
+from plga_jax.ops.narrow import narrow_product
 
 
 class GatedWeights(NamedTuple):
@@ -20,17 +21,23 @@ class GatedWeights(NamedTuple):
 
 
 def linear(x: Array, kernel: Array, bias: Array) -> Array:
-    """x·W + b over the last axis.
+    """x·W + b over the last axis, computed in the dtype of `x` with sums in float32 or better.
 
     Args:
         x: [..., D].
-        kernel: W, [D, F].
-        bias: b, [F].
+        kernel: W, [D, F], of any floating dtype.
+        bias: b, [F], likewise.
 
     Returns:
-        [..., F] in the common dtype.
+        [..., F] in the dtype of `x`.
     """
-    return jnp.matmul(x, kernel) + align(bias, x.ndim)
+    # One axis of rows: the gradient of W sums over it, and XLA:CPU copies both operands to sum over more axes than one.
+    rows = x.reshape(-1, x.shape[-1])
+    if x.dtype == jnp.bfloat16:
+        product = narrow_product(rows, kernel)
+    else:
+        product = jnp.matmul(rows, kernel.astype(x.dtype))
+    return (product + bias.astype(product.dtype)[None]).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def gated_linear(x: Array, weights: GatedWeights) -> Array:
