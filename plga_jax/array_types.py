@@ -6,8 +6,8 @@
     V  vocabulary              E  expanded width          M  recurrent state width
     W  convolution width       X  experts or segments     U  residual units of a metric learner
 
-Arrays are laid out BTNH. Einsum strings and docstrings use the same letters; a letter used twice in one shape (the `HH` of an
-operator, say) is written `HJ` where the two roles differ: H the query side, J the key side.
+Arrays are laid out BTNH. Einsum strings and docstrings use the same letters; a letter used twice in one shape (the `HH`
+of an operator, say) is written `HJ` where the two roles differ: H the query side, J the key side.
 """
 
 from typing import Protocol, TypeAlias
@@ -24,7 +24,8 @@ PRNGKey: TypeAlias = jax.Array
 class AttentionFn(Protocol):
     """Where the pairs are computed: `(q, k, v, mask, *, scale, return_lse) -> out | (out, lse)`.
 
-    q is [B, T, N, H]; k and v are [B, S, K, H] with N a multiple of K; out is [B, T, N, H] and lse [B, T, N] in float32 or better.
+    q is [B, T, N, H]; k and v are [B, S, K, H] with N a multiple of K; out is [B, T, N, H] and lse [B, T, N] in float32
+    or better.
     """
 
     def __call__(self, q, k, v, mask=None, *, scale=None, return_lse=False): ...

@@ -16,8 +16,8 @@ from plga_jax.ops.masks import Mask
 class KVCache:
     """Keys and values of every layer, at positions 0 … length−1 of each row.
 
-    One call of a model appends to each layer at the same `slots`, then moves `length` on once with `advance`. Layers share one
-    array, so that a scan over layers carries the cache and writes in place instead of copying it.
+    One call of a model appends to each layer at the same `slots`, then moves `length` on once with `advance`. Layers
+    share one array, so that a scan over layers carries the cache and writes in place instead of copying it.
 
     Attributes:
         k: rotated keys, [L, B, S, K, H], S the capacity.
@@ -78,8 +78,8 @@ class KVCache:
             valid: bool [B, T], False for padding, wherever it stands.
 
         Returns:
-            int32 [B, T]: consecutive from `length` over a row's valid tokens. Padding gets the position of the valid token
-            before it; `append` needs `valid` as well, and drops it.
+            int32 [B, T]: consecutive from `length` over a row's valid tokens. Padding gets the position of the valid
+            token before it; `append` needs `valid` as well, and drops it.
         """
         return self.length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
 

@@ -2,15 +2,16 @@
 
     e = LN₀(E[x]·√D);  per layer  o = LN₁(MHA(y) + y),  y = LN₂(GLU(o) + o);  logits = y·W_f + b_f
 
-Post-LayerNorm, biases everywhere, rotary positions on q and k, embedding not tied. A `PLDR` is a Flax NNX module and a pytree:
-pass it through `jax.jit`, `jax.grad` and `lax.scan` as an argument. Variants of the published programs:
+Post-LayerNorm, biases everywhere, rotary positions on q and k, embedding not tied. A `PLDR` is a Flax NNX module and a
+pytree: pass it through `jax.jit`, `jax.grad` and `lax.scan` as an argument. Variants of the published programs:
 
     v510    `operator="learned"`; the DAG-loss variant is the same map with another loss
     v510G   `operator="constant"`: G is given, not trained (`PLDR.with_operators`)
     v510Gi  a trained v510 with the operators of its empty prompt: `pldr_transforms.constant_operator_model`
     v51/v52 interleaved / half-split rotary planes: `rope_layout`; `pldr_transforms.convert_rope_layout`
 
-Source: "Power law graph attention: exact generalization of SDPA, empirical collapse at inference" and the PLDR-LLM programs.
+Source: "Power law graph attention: exact generalization of SDPA, empirical collapse at inference" and the PLDR-LLM
+programs.
 """
 
 import dataclasses
@@ -70,8 +71,8 @@ class Constant(nnx.Variable):
 class PLDRCache:
     """Keys, values and frozen operators of a running generation.
 
-    The operators are those of the prompt: they are made by `prefill` and never refreshed. "kv" keeps A and makes G from it at
-    every step, as the published KV-cache does; "kv_g" keeps G. Both give the same logits, bit for bit.
+    The operators are those of the prompt: they are made by `prefill` and never refreshed. "kv" keeps A and makes G from
+    it at every step, as the published KV-cache does; "kv_g" keeps G. Both give the same logits, bit for bit.
 
     Attributes:
         kv: keys and values.
@@ -208,25 +209,26 @@ class PLDR(nnx.Module):
 
         Args:
             tokens: int [B, T]. Without `segment_ids`, `config.pad_id` marks padding, wherever it stands.
-            positions: int [B, T] for the rotary embedding and causality. None counts a row's real tokens (with segments: of each
-                segment) from 0, so padding changes nothing.
-            segment_ids: int [B, T] for packed rows: 1…X names a document, 0 is padding. Documents do not see each other and each
-                makes its own operators.
+            positions: int [B, T] for the rotary embedding and causality. None counts a row's real tokens (with
+                segments: of each segment) from 0, so padding changes nothing.
+            segment_ids: int [B, T] for packed rows: 1…X names a document, 0 is padding. Documents do not see each other
+                and each makes its own operators.
             num_segments: X, the most documents in a row, static. None finds it, outside of jit only.
             operators: G of shape [L, B, N, H, H] or [L, N, H, H], used instead of the model's own.
             collect: names of deductive outputs to return.
             last_only: compute the logits of each row's last real token only.
 
         Returns:
-            Logits [B, T, V] ([B, 1, V] with `last_only`) in float32 or better, and the deductive outputs named in `collect`.
+            Logits [B, T, V] ([B, 1, V] with `last_only`) in float32 or better, and the deductive outputs named in
+            `collect`.
 
         Raises:
-            ValueError: more tokens than the context, an unknown name in `collect`, operators of a wrong shape, or segments
-                whose number is not known.
+            ValueError: more tokens than the context, an unknown name in `collect`, operators of a wrong shape, or
+                segments whose number is not known.
 
         Note:
-            G is made from all rows of the call, so row t depends on later tokens, as in the paper; constant or given operators
-            make the model causal.
+            G is made from all rows of the call, so row t depends on later tokens, as in the paper; constant or given
+            operators make the model causal.
         """
         self._check(tokens, operators, collect)
         rows = self._rows(tokens, positions, segment_ids, num_segments)
@@ -369,13 +371,14 @@ class PLDR(nnx.Module):
     def unstacked(self) -> Self:
         """The same model with the weights of each layer in arrays of their own, for decoding on CPU.
 
-        A scan over stacked weights copies every layer's slice before XLA:CPU multiplies with it. A block of tokens hides that
-        copy; a single token does nothing but read weights, and takes 2.5 times longer for it. Layers in arrays of their own are
-        read where they lie, for the price of one copy of the weights and a program that grows with the number of layers.
+        A scan over stacked weights copies every layer's slice before XLA:CPU multiplies with it. A block of tokens
+        hides that copy; a single token does nothing but read weights, and takes 2.5 times longer for it. Layers in
+        arrays of their own are read where they lie, for the price of one copy of the weights and a program that grows
+        with the number of layers.
 
         Returns:
-            A model for `prefill`, `extend` and calls; its parameters have other paths and shapes, so train, save and transform
-            the stacked one.
+            A model for `prefill`, `extend` and calls; its parameters have other paths and shapes, so train, save and
+            transform the stacked one.
         """
         if isinstance(self.layers, nnx.List):
             return self
@@ -466,7 +469,7 @@ class PLDR(nnx.Module):
         return x, None if kv is None else kv.advance(rows.valid), deduced
 
     def _over_layers(self, step, carry, operators: Array | None):
-        """`lax.scan` of `step(carry, (index, layer, operators of the layer))`, or its loop where the layers are unstacked."""
+        """`lax.scan` of `step(carry, (index, layer, operators of the layer))`, or its loop over unstacked layers."""
         if not isinstance(self.layers, nnx.List):
             return lax.scan(step, carry, (jnp.arange(self.config.num_layers), self.layers, operators))
         outputs = []

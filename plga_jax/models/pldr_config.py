@@ -34,7 +34,8 @@ class PLDRConfig:
         operator: "learned" (v510) or "constant" (v510G).
         init: initialisation law, see `modules.initializers`.
         norm_epsilon: of every LayerNorm.
-        gram_rows: "valid" keeps padding out of the Gram, so it changes nothing; "all" lets it in, as the published programs do.
+        gram_rows: "valid" keeps padding out of the Gram, so it changes nothing; "all" lets it in, as the published
+            programs do.
         attention: implementation of `ops.attention`; None chooses.
         remat: recompute each layer in the backward pass instead of keeping its activations.
         pad_id: token that marks padding.

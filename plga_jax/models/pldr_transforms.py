@@ -47,8 +47,9 @@ def constant_operator_model(model: PLDR, operators: Array) -> PLDR:
 def convert_rope_layout(model: PLDR) -> PLDR:
     """The same function with the other rotary plane layout: interleaved ↔ half-split, exactly.
 
-    Every axis of width H that meets a rotated query or key is permuted by π (or its inverse): the outputs of W_Q and W_K, the
-    columns of A and of all that acts on them, both sides of G. Then A → A[π, π], A_LM → A_LM[:, π], G → G[π, π].
+    Every axis of width H that meets a rotated query or key is permuted by π (or its inverse): the outputs of W_Q and
+    W_K, the columns of A and of all that acts on them, both sides of G. Then A → A[π, π], A_LM → A_LM[:, π],
+    G → G[π, π].
 
     Args:
         model: of either layout.
@@ -89,9 +90,10 @@ def convert_rope_layout(model: PLDR) -> PLDR:
 
 
 def absorb_operators(model: PLDR, *, tolerance: float = 1e-6) -> PLDR:
-    """Folds constant operators that commute with the rotary embedding into W_Q: ordinary attention, exactly the same function.
+    """Folds constant operators that commute with the rotary embedding into W_Q: ordinary attention, the same function.
 
-    Rotation and such a G may change places, R(x W_Q + b) G = R((x W_Q + b) G), so the new query map is affine, W_Q G and b G.
+    Rotation and such a G may change places, R(x W_Q + b) G = R((x W_Q + b) G), so the new query map is affine, W_Q G
+    and b G.
 
     Args:
         model: of constant operators.
@@ -112,8 +114,9 @@ def absorb_operators(model: PLDR, *, tolerance: float = 1e-6) -> PLDR:
     if (worst := float(residual.max())) > tolerance:
         layer, head = np.unravel_index(int(residual.argmax()), residual.shape)
         raise ValueError(
-            f"G of layer {layer}, head {head} does not commute with the rotary embedding: relative residual {worst:.3g} "
-            f"exceeds {tolerance:.3g}. Keep the constant-operator model, or project G with commutant_projection first."
+            f"G of layer {layer}, head {head} does not commute with the rotary embedding: relative residual "
+            f"{worst:.3g} exceeds {tolerance:.3g}. Keep the constant-operator model, or project G with "
+            "commutant_projection first."
         )
 
     def fold(x):

@@ -2,7 +2,7 @@
 
     law   value projection                 W, P, a
     soc   Xavier uniform, bias 0           Xavier normal
-    kvg   uniform ±1/√D, bias too          Xavier normal      (a slip of that program, kept because it moves criticality)
+    kvg   uniform ±1/√D, bias too          Xavier normal      (a slip of that program, but one that moves criticality)
     hf    Xavier uniform, bias 0           Xavier uniform
 
 Everywhere: other matrices Xavier uniform with bias 0, LayerNorm γ = 1 and β = 0, embedding N(0, 1).
@@ -37,8 +37,8 @@ def xavier_uniform(key: PRNGKey, shape: tuple[int, ...], dtype: DType) -> Array:
 def operator_tensor(key: PRNGKey, heads: int, width: int, dtype: DType, *, law: InitLaw) -> Array:
     """One of the tensors W, P, a of the chain.
 
-    torch counts the fans of a [N, H, H] tensor as H·H and N·H, so the spread depends on the number of heads; JAX's `xavier_*`
-    with default axes would give other numbers.
+    torch counts the fans of a [N, H, H] tensor as H·H and N·H, so the spread depends on the number of heads; JAX's
+    `xavier_*` with default axes would give other numbers.
 
     Args:
         key: typed key.

@@ -1,7 +1,7 @@
 """Modules that own weights and call one op: Linear, GatedLinear, LayerNorm.
 
-Each `nnx.Param` carries `axes`, the letters of its trailing axes; stacking adds leading axes that `axes` does not name. The
-sharding rules read them.
+Each `nnx.Param` carries `axes`, the letters of its trailing axes; stacking adds leading axes that `axes` does not name.
+The sharding rules read them.
 """
 
 import jax

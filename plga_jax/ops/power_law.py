@@ -7,11 +7,12 @@
     G    = superposition(A_P, a, b_a)         a·A_P + b_a
     score(t, s) = q̂_tᵀ G k̂_s / √H             `fold_operator` turns it into an ordinary dot product
 
-Every function takes any leading axes before [N, H, H] and computes in float32 or better: A_LM spans 1e-9…1e4 and the power stage
-turns a relative error of 1e-7 near the floor into 1e-4 of G.
+Every function takes any leading axes before [N, H, H] and computes in float32 or better: A_LM spans 1e-9…1e4 and the
+power stage turns a relative error of 1e-7 near the floor into 1e-4 of G.
 
-Source: "Power law graph attention: exact generalization of SDPA, empirical collapse at inference", section 2; the published
-PLDR-LLM v510 programs fix every convention (left multiplications, missing normalisation of the Gram, the floor).
+Source: "Power law graph attention: exact generalization of SDPA, empirical collapse at inference", section 2; the
+published PLDR-LLM v510 programs fix every convention (left multiplications, missing normalisation of the Gram, the
+floor).
 """
 
 from typing import NamedTuple
@@ -40,7 +41,8 @@ def density_operator(q: Array, valid: Array | None = None, *, axis_name: str | N
 
     Args:
         q: rotated queries, [B, T, N, H].
-        valid: bool [B, T], True where a row takes part. None: every row does, padding included, as in the published programs.
+        valid: bool [B, T], True where a row takes part. None: every row does, padding included, as in the published
+            programs.
         axis_name: mapped axis over which the sequence is split; the sum then runs over all its shards.
 
     Returns:

@@ -49,8 +49,8 @@ def rope(
         layout: which entries form a plane.
 
     Returns:
-        [B, T, N, H] in the dtype of `x`. Angles and products are float32 (float64 for float64 input): bfloat16 angles alias
-        above position 256.
+        [B, T, N, H] in the dtype of `x`. Angles and products are float32 (float64 for float64 input): bfloat16 angles
+        alias above position 256.
 
     Raises:
         ValueError: odd head width or unknown layout.
@@ -90,8 +90,8 @@ def half_split_permutation(width: int) -> np.ndarray:
 def commutant_projection(G: Array, *, layout: Layout = "interleaved") -> Array:
     """The part of an operator that commutes with every rotation of the embedding.
 
-    In each plane's 2×2 diagonal block [[p, q], [r, s]] it keeps [[c, −t], [t, c]], c = (p + s)/2, t = (r − q)/2; all else is 0.
-    Such a G makes the score q̂ₘᵀGk̂ₙ depend on m − n only.
+    In each plane's 2×2 diagonal block [[p, q], [r, s]] it keeps [[c, −t], [t, c]], c = (p + s)/2, t = (r − q)/2; all
+    else is 0. Such a G makes the score q̂ₘᵀGk̂ₙ depend on m − n only.
 
     Args:
         G: [..., H, H].

@@ -390,7 +390,10 @@ class TestCache:
             (lambda m: m.init_cache(1, 33), "Capacity 33 exceeds the model's context of 32"),
             (lambda m: m.init_cache(1, 0), "capacity 0 must be at least 1"),
             (lambda m: m.init_cache(1, 8, kind="g"), "choose 'kv' or 'kv_g'"),
-            (lambda m: m.prefill(draw_tokens(1, 9), m.init_cache(1, 8)), "prompt of 9 tokens does not fit a cache of 8"),
+            (
+                lambda m: m.prefill(draw_tokens(1, 9), m.init_cache(1, 8)),
+                "prompt of 9 tokens does not fit a cache of 8",
+            ),
             (lambda m: m(draw_tokens(1, 33)), "33 tokens exceed the context of 32"),
             (lambda m: m(jnp.zeros((1, 0), jnp.int32)), "at least one token"),
             (lambda m: m(draw_tokens(1, 3), collect=("H",)), "choose from A, A_LM"),
