@@ -40,7 +40,7 @@ def test_every_block_size_is_dense(name, block_size, x64):
 
 
 def test_float32_blocks_at_a_real_length():
-    """200 keys, blocks of 64. Largest differences: out 5e-7, lse 1e-6, gradients 2e-6 (numbers up to 10)."""
+    """200 keys, blocks of 64. Largest differences: out and lse 1e-6, gradients 3e-6 (numbers up to 10)."""
     q, k, v, mask, _ = Case(B=1, T=200, N=4, K=2, H=16, mask=lambda rng: Mask(window=90)).make(jnp.float32)
     blocks = functools.partial(blockwise, block_size=64)
     got, want = (evaluate(f, q, k, v, mask, *cotangents(q, v)) for f in (blocks, dense))
@@ -222,7 +222,7 @@ def test_inside_shard_map(split, attend):
     total = lambda f: jax.value_and_grad(lambda q, k, v, p: jnp.sum(f(q, k, v, p) ** 2), (0, 1, 2))  # noqa: E731
     got = jax.jit(total(jax.shard_map(here, mesh=mesh, in_specs=(rows, keys, keys, rows), out_specs=rows)))
     want = jax.jit(total(here))
-    # Sums in another order; largest difference 2e-6.
+    # Sums in another order; largest difference 8e-6, in a sum of 1e2.
     chex.assert_trees_all_close(got(q, k, v, positions), want(q, k, v, positions), rtol=1e-5, atol=1e-5)
 
 
