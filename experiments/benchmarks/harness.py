@@ -58,7 +58,7 @@ def interleave(
     progress: Callable[[Iterable], Iterable] = iter,
     seconds: float = 120.0,
 ) -> dict[str, Timing]:
-    """Times tasks in turn, A B C A B C: a busy machine then disturbs all of them alike, and their ratios mean something.
+    """Times tasks in turn, A B C A B C: a busy machine then disturbs all alike, and their ratios mean something.
 
     Args:
         tasks: by name; each runs once, to its end. Warm them up before.

@@ -39,9 +39,9 @@ def torch_twin(python: str) -> dict:
 
 
 def compare(ours: dict, theirs: list[dict]) -> dict[str, list[float]]:
-    """Their time over ours, theirs from runs before and after ours: above 1 we are faster. Wall clock, and processor time.
+    """Their time over ours, by wall clock and by processor time: above 1 we are faster.
 
-    The second is the one to trust on one core of a busy machine; on several, torch's waiting threads spin and count.
+    Trust processor time on one core of a busy machine; on several, torch's waiting threads spin and count.
     """
     pairs = {"none": "none", "kv": "kv", "kv_g": "kv_g", "train_float32": "train_float32"}
     pairs |= {"train_bfloat16": "train_float32"}
