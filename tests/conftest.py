@@ -9,6 +9,7 @@ import sys
 # imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -27,6 +28,12 @@ def pytest_configure(config):
     """Parses absl's flags once (to their defaults): grain reads one of them when it starts workers."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(sys.argv[:1])
+
+
+@pytest.fixture(autouse=True)
+def fresh_trace_counter():
+    """chex counts traces by a function's name; tests must not see each other's."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture

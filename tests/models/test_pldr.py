@@ -211,8 +211,8 @@ class TestCausality:
         """The Gram is made from every row: the paper's own exception, kept and shown."""
         influence = self.gradient(make())
         assert influence[1:].min() > 0
-        # Row 0 attends to itself alone, whatever the operator.
-        assert influence[0, 1:].max() == 0
+        # Row 0 attends to itself alone, whatever the operator; what is left is rounding.
+        assert influence[0, 1:].max() < 1e-13
 
 
 @pytest.mark.usefixtures("x64")
