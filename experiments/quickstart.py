@@ -27,7 +27,7 @@ _OUT = flags.DEFINE_string("out", "runs/quickstart", "Folder for everything that
 _CORPUS = flags.DEFINE_string(
     "corpus", None, "Text file, or folder of .txt and .md; default: speeches or Python's help."
 )
-_STEPS = flags.DEFINE_integer("steps", 600, "Updates of each run.")
+_STEPS = flags.DEFINE_integer("steps", 400, "Updates of each run.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and of the order of the data.")
 _SET = flags.DEFINE_multi_string("set", [], "key=value to change in both runs, e.g. model.num_layers=3.")
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show progress bars.")
