@@ -1,10 +1,11 @@
 """Products of bfloat16 matrices that really run on bfloat16 instructions, on CPU too.
 
-XLA:CPU has fast bfloat16 kernels (AVX512-BF16, AMX), but it uses them only for `x·W` with a float32 result, the sum along the
-last axis of `x` and more than one row. Any other bfloat16 product is turned into a float32 one, after copies of both operands:
-results in bfloat16, gradients of kernels, and the float32 cotangents that automatic differentiation makes. A product of a single
-row falls into a scalar loop, 50 times slower than reading the same weights in float32. Hence the explicit forms below. Sums are
-float32 in all of them, and the gradient of a float32 kernel is never rounded to bfloat16.
+XLA:CPU has fast bfloat16 kernels (AVX512-BF16, AMX), but it uses them only for `x·W` with a float32 result, the sum
+along the last axis of `x` and more than one row. Any other bfloat16 product is turned into a float32 one, after copies
+of both operands: results in bfloat16, gradients of kernels, and the float32 cotangents that automatic differentiation
+makes. A product of a single row falls into a scalar loop, 50 times slower than reading the same weights in float32.
+Hence the explicit forms below. Sums are float32 in all of them, and the gradient of a float32 kernel is never rounded
+to bfloat16.
 """
 
 import jax
@@ -26,8 +27,8 @@ def narrow_product(x: Array, kernel: Array) -> Array:
         kernel: W, [D, F], in bfloat16, or wider to be rounded on the way.
 
     Returns:
-        [M, F] in float32. Reverse mode only. The cotangent is rounded to bfloat16 before it is multiplied; that of W has the
-        dtype of W.
+        [M, F] in float32. Reverse mode only. The cotangent is rounded to bfloat16 before it is multiplied; that of W
+        has the dtype of W. On CPU a few rows meet W as it is stored, unrounded.
     """
     if x.shape[0] > _FEW_ROWS:
         return _contract(x, kernel.astype(x.dtype), 1, 0)
