@@ -221,3 +221,12 @@ class TestErrors:
         assert len(full[2]) + len(run.tokens[2]) == learned.config.context
         roomy = _run(learned, PROMPTS)
         np.testing.assert_allclose(run.logits[:2], roomy.logits[:2, :2], rtol=0, atol=TOLERANCE)
+
+
+def test_large_models_decode_unstacked_and_the_same(learned, monkeypatch):
+    asked = {"max_new_tokens": 6, "keep_logits": True}
+    stacked = generate(learned, PROMPTS, **asked)
+    monkeypatch.setattr(module, "_UNSTACK_FROM", 0)
+    unstacked = generate(learned, PROMPTS, **asked)
+    assert unstacked.tokens == stacked.tokens
+    np.testing.assert_allclose(unstacked.logits, stacked.logits, atol=TOLERANCE)

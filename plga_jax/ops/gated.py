@@ -33,10 +33,8 @@ def linear(x: Array, kernel: Array, bias: Array) -> Array:
     """
     # One axis of rows: the gradient of W sums over it, and XLA:CPU copies both operands to sum over more axes than one.
     rows = x.reshape(-1, x.shape[-1])
-    if x.dtype == jnp.bfloat16:
-        product = narrow_product(rows, kernel)
-    else:
-        product = jnp.matmul(rows, kernel.astype(x.dtype))
+    narrow = x.dtype == jnp.bfloat16
+    product = narrow_product(rows, kernel) if narrow else jnp.matmul(rows, kernel.astype(x.dtype))
     return (product + bias.astype(product.dtype)[None]).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 

@@ -68,8 +68,8 @@ def row_map(rows: Array, units: RowMapUnits, *, epsilon: float = 1e-6) -> Array:
         A, [..., H].
     """
 
-    # Recomputed in the backward pass: hidden values of all blocks would be a quarter of a training step's memory, 0.5 GB
-    # at 110M with 512 tokens, and cost more to write and read back than to make again.
+    # Recomputed in the backward pass: hidden values of all blocks would be a quarter of a training step's memory
+    # (0.5 GB at 110M with 512 tokens), and cost more to write and read back than to make again.
     gated = jax.checkpoint(gated_linear, prevent_cse=False)
 
     def unit(rows, weights: RowMapUnits):

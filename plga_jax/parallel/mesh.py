@@ -12,9 +12,7 @@ from jax.sharding import AxisType, Mesh
 AXES = ("data", "fsdp", "seq", "tensor", "expert")
 
 
-def make_mesh(
-    shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over all of `devices`.
 
     Args:

@@ -52,9 +52,7 @@ class ShardingRules:
         for letter, names in dataclasses.asdict(self).items():
             for name in _as_tuple(names):
                 if name not in AXES:
-                    raise ValueError(
-                        f"rule {letter}={names!r}: {name!r} is not a mesh axis ({', '.join(AXES)})"
-                    )
+                    raise ValueError(f"rule {letter}={names!r}: {name!r} is not a mesh axis ({', '.join(AXES)})")
             if len(set(_as_tuple(names))) != len(_as_tuple(names)):
                 raise ValueError(f"rule {letter}={names!r} names one mesh axis twice")
 
@@ -78,9 +76,7 @@ def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def _split(
-    variable: nnx.Variable, mesh: Mesh, rules: ShardingRules
-) -> list[tuple[str | None, list, list]]:
+def _split(variable: nnx.Variable, mesh: Mesh, rules: ShardingRules) -> list[tuple[str | None, list, list]]:
     """Per array axis: its letter (None: stacked), the axes that split it, those that do not fit."""
     letters = variable.get_metadata().get("axes") or ()
     shape = variable.shape

@@ -76,9 +76,12 @@ def cross_entropy(logits: Array, targets: Array, *, pad_id: int = 0, weights: Ar
     dtype = statistics_dtype(logits.dtype)
     counted = targets != pad_id
     weight = counted.astype(dtype) if weights is None else jnp.where(counted, weights.astype(dtype), 0)
-    # Padding may be any id, also one outside the vocabulary, whose gather would give NaN.
-    index = jnp.where(counted, targets, 0)[..., None]
-    picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0].astype(dtype)
+    # A comparison instead of a gather: its gradient fuses with the softmax's, where a gather's is a scatter into zeros.
+    vocabulary = align(jnp.arange(logits.shape[-1], dtype=targets.dtype), logits.ndim)
+    picked = jnp.sum(jnp.where(vocabulary == targets[..., None], logits.astype(dtype), 0), axis=-1)
+    # Padding may be any id; a target that counts and lies outside the vocabulary must not pass for a score of 0.
+    missing = counted & ((targets < 0) | (targets >= logits.shape[-1]))
+    picked = jnp.where(missing, jnp.nan, picked)
     loss = jax.nn.logsumexp(logits.astype(dtype), axis=-1) - picked
     hit = jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
     return TokenLoss(
