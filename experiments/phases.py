@@ -39,7 +39,7 @@ class Study:
     """
 
     run: PLDRRun
-    eta_collapsed: float = 1e-2
+    eta_collapsed: float = 2e-2
     eta_uncollapsed: float = 1e-3
     probe_every: int = 25
     pairs: int = 4

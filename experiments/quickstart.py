@@ -3,7 +3,7 @@
     python -m experiments.quickstart
 
 Two runs from the same weights, one at a learning rate that collapses the operators and one at a
-tenth of it, are trained on the State of the Union addresses (or any --corpus), measured and
+twentieth of it, are trained on the State of the Union addresses (or any --corpus), measured and
 compared. Writes report.md, report.json, metrics.jsonl and figures into --out, and the checkpoints
 of both runs below it. Ctrl-C or SIGTERM saves and stops; the same command goes on from there. Once
 a report is written, the next start with the same --out begins anew.
@@ -27,7 +27,9 @@ _OUT = flags.DEFINE_string("out", "runs/quickstart", "Folder for everything that
 _CORPUS = flags.DEFINE_string(
     "corpus", None, "Text file, or folder of .txt and .md; default: speeches or Python's help."
 )
-_STEPS = flags.DEFINE_integer("steps", 400, "Updates of each run.")
+_STEPS = flags.DEFINE_integer("steps", 300, "Updates of each run.")
+_ETA_COLLAPSED = flags.DEFINE_float("eta_collapsed", 2e-2, "η_max of the run meant to collapse; 1e-2 is at the border.")
+_ETA_UNCOLLAPSED = flags.DEFINE_float("eta_uncollapsed", 1e-3, "η_max of the run meant not to.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and of the order of the data.")
 _SET = flags.DEFINE_multi_string("set", [], "key=value to change in both runs, e.g. model.num_layers=3.")
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show progress bars.")
@@ -38,7 +40,11 @@ def main() -> int:
     began = time.perf_counter()
     tokenizer = ByteTokenizer()
     small = [f"train.steps={_STEPS.value}", f"train.seed={_SEED.value}", "train.sample_every=0", "data.context=129"]
-    study = Study(run=make_run("tiny", [*small, *_SET.value], vocab_size=tokenizer.vocab_size))
+    study = Study(
+        run=make_run("tiny", [*small, *_SET.value], vocab_size=tokenizer.vocab_size),
+        eta_collapsed=_ETA_COLLAPSED.value,
+        eta_uncollapsed=_ETA_UNCOLLAPSED.value,
+    )
     corpus = load_corpus(_CORPUS.value)
     probes = Probes.cut(study, corpus, tokenizer)
     out = pathlib.Path(_OUT.value)
