@@ -138,9 +138,18 @@ class PowerLawAttention(nnx.Module):
         """x [B, T, D] -> rotated q, rotated k and v, each [B, T, N, H]."""
         config = self.config
         heads = (*x.shape[:2], config.num_heads, config.head_width)
-        q, k, v = (part(x).reshape(heads) for part in (self.query, self.key, self.value))
+        if hasattr(self, "query_key_value"):
+            parts = jnp.split(self.query_key_value(x), 3, axis=-1)
+        else:
+            parts = [part(x) for part in (self.query, self.key, self.value)]
+        q, k, v = (part.reshape(heads) for part in parts)
         turn = {"base": config.rope_base, "layout": config.rope_layout}
         return rope(q, positions, **turn), rope(k, positions, **turn), v
+
+    def join(self) -> None:
+        """Puts W_Q, W_K and W_V side by side, for one product of three; see `Linear.joined`."""
+        self.query_key_value = Linear.joined([self.query, self.key, self.value])
+        del self.query, self.key, self.value
 
     def deduce(
         self, q: Array, rows: _Rows, given: Array | None, collect: Collection[str]
@@ -374,7 +383,7 @@ class PLDR(nnx.Module):
         A scan over stacked weights copies every layer's slice before XLA:CPU multiplies with it. A block of tokens
         hides that copy; a single token does nothing but read weights, and takes 2.5 times longer for it. Layers in
         arrays of their own are read where they lie, for the price of one copy of the weights and a program that grows
-        with the number of layers.
+        with the number of layers. Matrices of one input are joined as well: short products leave two cores waiting.
 
         Returns:
             A model for `prefill`, `extend` and calls; its parameters have other paths and shapes, so train, save and
@@ -387,6 +396,9 @@ class PLDR(nnx.Module):
         # One jitted cut per layer: cutting array by array would dispatch hundreds of tiny programs.
         cut = jax.jit(lambda state, index: jax.tree.map(lambda x: x[index], state))
         copy.layers = nnx.List([nnx.merge(graphdef, cut(state, i)) for i in range(self.config.num_layers)])
+        for layer in copy.layers:
+            layer.attention.join()
+            layer.ffn.join()
         return copy
 
     @property

@@ -4,6 +4,8 @@ Each `nnx.Param` carries `axes`, the letters of its trailing axes; stacking adds
 The sharding rules read them.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -51,6 +53,21 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(bias, axes=axes[1:])
         self.compute_dtype = compute_dtype or dtype
 
+    @classmethod
+    def joined(cls, parts: Sequence["Linear"]) -> "Linear":
+        """One map of the same input whose outputs are those of `parts`, side by side.
+
+        Args:
+            parts: maps of one input width and compute dtype.
+
+        Returns:
+            A map whose result `jnp.split` takes apart: one product in place of several short ones.
+        """
+        states = [nnx.state(part) for part in parts]
+        return nnx.merge(
+            nnx.graphdef(parts[0]), jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *states)
+        )
+
     def __call__(self, x: Array) -> Array:
         """x [..., inputs] -> [..., outputs] in the compute dtype."""
         return linear(x.astype(self.compute_dtype), self.kernel[...], self.bias[...])
@@ -85,9 +102,18 @@ class GatedLinear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D] in the compute dtype."""
+        if hasattr(self, "gate_up"):
+            x = x.astype(self.compute_dtype)
+            gate, up = jnp.split(linear(x, self.gate_up.kernel[...], self.gate_up.bias[...]), 2, axis=-1)
+            return linear(jax.nn.silu(gate) * up, self.down.kernel[...], self.down.bias[...])
         parts = (self.gate, self.up, self.down)
         weights = GatedWeights(*(array[...] for part in parts for array in (part.kernel, part.bias)))
         return gated_linear(x.astype(self.compute_dtype), weights)
+
+    def join(self) -> None:
+        """Puts W₁ and W₂ side by side, for one product of two; see `Linear.joined`."""
+        self.gate_up = Linear.joined([self.gate, self.up])
+        del self.gate, self.up
 
 
 class LayerNorm(nnx.Module):
