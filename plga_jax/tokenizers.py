@@ -1,7 +1,7 @@
 """Text to token ids and back: raw bytes, or a SentencePiece model, behind one protocol.
 
 Ids are laid out as in the published vocabulary: 0 [PAD], 1 [UNK], 2 [START], 3 [END], 4 [SEP], 5 [CLS], then the 256
-bytes. `encode` adds no special ids; whoever makes documents appends `eos_id` to each (spec section 10).
+bytes. `encode` adds no special ids; whoever makes documents appends `eos_id` to each.
 """
 
 import codecs

@@ -140,7 +140,7 @@ def top_p(logits: Array, p: float, *, rule: str = "standard") -> Array:
     Returns:
         [..., V] in float32 or better, dropped tokens at -inf.
 
-    Source: Holtzman et al. 2020; spec section 9 for the native rule.
+    Source: Holtzman et al. 2020; the published PLDR-LLM sampler for the native rule.
     """
     _check_top_p(p, rule)
     logits = _raise(logits)
@@ -204,7 +204,7 @@ def filter_logits(logits: Array, config: SamplingConfig, seen: Array | None = No
     Raises:
         ValueError: when the penalty is not 1 and `seen` is None.
 
-    Source: spec section 9 for temperature, top-p, top-k.
+    Source: the published PLDR-LLM sampler for the order of temperature, top-p and top-k.
     """
     logits = _penalise(logits, config, seen)
     logits = temperature(logits, config.temperature)

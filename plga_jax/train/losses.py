@@ -64,7 +64,7 @@ def cross_entropy(logits: Array, targets: Array, *, pad_id: int = 0, weights: Ar
     Raises:
         ValueError: when the shapes of logits, targets and weights do not go together.
 
-    Source: spec section 7 (block cross entropy and accuracy of the published programs).
+    Source: block cross entropy and accuracy of the published PLDR-LLM programs.
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -114,7 +114,7 @@ def log_trace_exp(N: Array) -> Array:
     Returns:
         [...], never below log H.
 
-    Source: NOTEARS (arXiv:1803.01422), spec section 7; the scheme is `log_mean_trace_exp`'s.
+    Source: NOTEARS (arXiv:1803.01422); the scheme is `log_mean_trace_exp`'s.
     """
     return log_mean_trace_exp(N) + math.log(N.shape[-1])
 
@@ -235,9 +235,8 @@ def dag_loss(M: Array) -> Array:
         [] mean over all leading axes, in float32 or better; the gradient is 2 M ⊙ (exp(M ⊙ M)ᵀ / tr
         exp(M ⊙ M)).
 
-    Source: spec sections 7 and 13.12. The published program exponentiates directly and overflows
-        float32
-    once the Perron root of M ⊙ M passes 88.7, which trained operators do by hundreds of times.
+    Source: NOTEARS (arXiv:1803.01422) and the published PLDR-LLM programs. These exponentiate directly and overflow
+        float32 once the Perron root of M ⊙ M passes 88.7, which trained operators do by hundreds of times.
     """
     M = M.astype(statistics_dtype(M.dtype))
     return jnp.mean(log_mean_trace_exp(M * M))
@@ -306,7 +305,7 @@ def pldr_loss(
         ValueError: when an operator that is needed was not collected, or `report` names another
             thing.
 
-    Source: spec section 7.
+    Source: the objective of the published PLDR-LLM programs.
     """
     coefficients = DagCoefficients() if coefficients is None else coefficients
     unknown = [name for name in report if name not in OPERATORS]

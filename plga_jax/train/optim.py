@@ -14,7 +14,7 @@ from plga_jax.array_types import Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Settings of the optimizer; the defaults are the published ones (spec section 8).
+    """Settings of the optimizer; the defaults are those of the published training program.
 
     Attributes:
         learning_rate: η_max, the largest rate, reached after `warmup_steps` updates.
@@ -106,7 +106,7 @@ def schedule(config: OptimConfig) -> optax.Schedule:
         A function from a count (int or int array of any shape) to the rate, in the default float
         dtype.
 
-    Source: spec section 8.
+    Source: the schedule of the published PLDR-LLM training program.
     """
     warmup, total, ratio = config.warmup_steps, config.total_steps, config.final_ratio
 
@@ -147,7 +147,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     Returns:
         A transformation with state `SkipNonfiniteState`.
 
-    Source: spec section 12.
+    Source: the GradScaler of the published program, which drops such steps.
     """
 
     def init(params):
@@ -219,7 +219,7 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
     Returns:
         An optax transformation, to be followed by `optax.apply_updates`. Its update needs `params`.
 
-    Source: spec sections 8 and 12.
+    Source: the published PLDR-LLM training program; Loshchilov & Hutter 2019 for AdamW.
     """
     adamw = optax.chain(
         optax.identity() if config.clip_value is None else optax.clip(config.clip_value),

@@ -118,7 +118,7 @@ class TestInit:
         assert jnp.abs(attention.metric.W[...][:, 0] - attention.metric.W[...][:, 1]).min() > 0
 
     def test_the_110m_law_gives_the_measured_spreads(self):
-        # Spec section 3: P, W, a have standard deviation 0.0200 at N=14, H=64.
+        # Measured on the published program: P, W, a have standard deviation 0.0200 at N=14, H=64.
         from plga_jax.modules.initializers import operator_tensor
 
         tensor = operator_tensor(jax.random.key(0), 14, 64, jnp.float32, law="soc")

@@ -101,7 +101,7 @@ class TestCommutant:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_is_the_average_over_all_rotations(self, layout):
-        # The twirl R(n)ᵀ G R(n) averaged over positions converges to the commutant part as 1/T (spec 13.4).
+        # The twirl R(n)ᵀ G R(n) averaged over positions converges to the commutant part as 1/T.
         G, width = draw(0, 4, 4), 4
         turns = [rotation(n, layout, width) for n in range(200_000, 0, -37)]
         twirl = np.mean([R.T @ G @ R for R in turns], axis=0)
