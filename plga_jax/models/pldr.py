@@ -26,15 +26,11 @@ from jax import lax
 from plga_jax.array_types import Array, DType, statistics_dtype
 from plga_jax.caches import KVCache
 from plga_jax.models.pldr_config import PLDRConfig
-from plga_jax.modules.linear import GatedLinear, LayerNorm, Linear
-from plga_jax.modules.power_law import MetricLearner
+from plga_jax.models.pldr_layers import Constant, DecoderLayer, Rows
+from plga_jax.modules.linear import LayerNorm, Linear
 from plga_jax.ops.attention import attention
 from plga_jax.ops.masks import Mask
 from plga_jax.ops.power_law import fold_operator
-from plga_jax.ops.rope import rope
-
-OPERATORS = ("A", "A_LM", "A_P", "G_LM")
-"""The deductive outputs that make an operator, in the order they are made."""
 
 
 @jax.tree_util.register_dataclass
@@ -60,10 +56,6 @@ class DeductiveOutputs:
 
 
 COLLECTABLE = tuple(field.name for field in dataclasses.fields(DeductiveOutputs))
-
-
-class Constant(nnx.Variable):
-    """An array that belongs to the model and is neither trained nor decayed."""
 
 
 @jax.tree_util.register_dataclass
@@ -93,95 +85,6 @@ class PLDRCache:
     def overflowed(self) -> Array:
         """bool [B]: rows given more tokens than they can hold."""
         return self.kv.overflowed
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Where the rows of one call stand and what they may see."""
-
-    positions: Array  # int32 [B, T]
-    mask: Mask
-    gram: Array | None  # rows of the Gram: bool [B, T], or [B, X, T] per segment; None: all
-    segment_ids: Array | None  # int32 [B, T]
-    valid: Array  # bool [B, T]
-
-
-class PowerLawAttention(nnx.Module):
-    """Multi-head attention with a bilinear form per head."""
-
-    def __init__(self, config: PLDRConfig, *, rngs: nnx.Rngs):
-        D, N, H = config.model_width, config.num_heads, config.head_width
-        common = {"dtype": config.param_dtype, "compute_dtype": config.compute_dtype, "rngs": rngs}
-        self.query = Linear(D, D, axes=("D", "NH"), **common)
-        self.key = Linear(D, D, axes=("D", "NH"), **common)
-        self.value = Linear(D, D, axes=("D", "NH"), torch_default=config.init == "kvg", **common)
-        self.out = Linear(D, D, axes=("NH", "D"), **common)
-        if config.operator == "learned":
-            self.metric = MetricLearner(
-                N,
-                H,
-                config.metric_width,
-                units=config.residual_units,
-                blocks=config.blocks_per_unit,
-                epsilon=config.norm_epsilon,
-                law=config.init,
-                dtype=config.param_dtype,
-                rngs=rngs,
-            )
-        else:
-            identity = jnp.broadcast_to(jnp.eye(H, dtype=config.param_dtype), (N, H, H))
-            self.G = Constant(identity, axes=("N", "H", "J"))
-        self.config = config
-
-    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """x [B, T, D] -> rotated q, rotated k and v, each [B, T, N, H]."""
-        config = self.config
-        heads = (*x.shape[:2], config.num_heads, config.head_width)
-        if hasattr(self, "query_key_value"):
-            parts = jnp.split(self.query_key_value(x), 3, axis=-1)
-        else:
-            parts = [part(x) for part in (self.query, self.key, self.value)]
-        q, k, v = (part.reshape(heads) for part in parts)
-        turn = {"base": config.rope_base, "layout": config.rope_layout}
-        return rope(q, positions, **turn), rope(k, positions, **turn), v
-
-    def join(self) -> None:
-        """Puts W_Q, W_K and W_V side by side, for one product of three; see `Linear.joined`."""
-        self.query_key_value = Linear.joined([self.query, self.key, self.value])
-        del self.query, self.key, self.value
-
-    def deduce(
-        self, q: Array, rows: _Rows, given: Array | None, collect: Collection[str]
-    ) -> tuple[Array, dict[str, Array]]:
-        """The operator for rotated queries, and the tensors asked for on the way to it."""
-        if given is None and self.config.operator == "learned":
-            chain = self.metric.power_law(self.metric.metric(q, rows.gram), collect)
-            kept = {name: getattr(chain, name) for name in OPERATORS if name in collect}
-            return chain.G_LM, kept
-        G = self.G[...] if given is None else given
-        if "G_LM" not in collect:
-            return G, {}
-        shape = (q.shape[0], *G.shape[-3:])
-        return G, {"G_LM": G if G.ndim > 3 else jnp.broadcast_to(G, shape)}
-
-
-class DecoderLayer(nnx.Module):
-    """o = LN₁(MHA(y) + y);  y = LN₂(GLU(o) + o)."""
-
-    def __init__(self, config: PLDRConfig, *, rngs: nnx.Rngs):
-        D, dtype = config.model_width, config.param_dtype
-        self.attention = PowerLawAttention(config, rngs=rngs)
-        self.attention_norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
-        self.ffn = GatedLinear(D, config.hidden_width, dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs)
-        self.ffn_norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
-
-    def finish(self, x: Array, attended: Array) -> Array:
-        """Everything after the attention kernel: x [B, T, D], attended [B, T, N, H] -> [B, T, D]."""
-        # The residual stream stays in the parameters' dtype; only products run in the compute dtype.
-        mixed = self.attention.out(attended.reshape(x.shape)).astype(x.dtype)
-        x = self.attention_norm(mixed + x)
-        return self.ffn_norm(self.ffn(x).astype(x.dtype) + x)
 
 
 class PLDR(nnx.Module):
@@ -428,7 +331,7 @@ class PLDR(nnx.Module):
         positions: Array | None,
         segment_ids: Array | None,
         num_segments: int | None,
-    ) -> _Rows:
+    ) -> Rows:
         """Positions, masks and Gram rows of a block."""
         everything = self.config.gram_rows == "all"
         if segment_ids is None:
@@ -456,9 +359,9 @@ class PLDR(nnx.Module):
             k_valid=valid,
         )
         packed = segment_ids if gram is not None and gram.ndim == 3 else None
-        return _Rows(positions=positions, mask=mask, gram=gram, segment_ids=packed, valid=valid)
+        return Rows(positions=positions, mask=mask, gram=gram, segment_ids=packed, valid=valid)
 
-    def _run(self, tokens, rows: _Rows, operators, collect: tuple[str, ...], kv: KVCache | None):
+    def _run(self, tokens, rows: Rows, operators, collect: tuple[str, ...], kv: KVCache | None):
         """Scans the layers over a block; writes keys and values into `kv` when there is one."""
 
         def step(carry, inputs):
@@ -532,7 +435,7 @@ class PLDR(nnx.Module):
             )
 
 
-def _last(x: Array, rows: _Rows) -> Array:
+def _last(x: Array, rows: Rows) -> Array:
     """The row of each sequence's last real token, wherever its padding stands: [B, T, D] -> [B, 1, D]."""
     columns = jnp.arange(x.shape[1])[None]
     last = jnp.max(jnp.where(rows.valid, columns, 0), axis=1)

@@ -8,7 +8,8 @@ import numpy as np
 from flax import nnx
 
 from plga_jax.array_types import Array
-from plga_jax.models.pldr import PLDR, Constant
+from plga_jax.models.pldr import PLDR
+from plga_jax.models.pldr_layers import Constant
 from plga_jax.ops.rope import commutant_projection, half_split_permutation
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from plga_jax.models.pldr import OPERATORS, PLDR
+from plga_jax.models.pldr import PLDR
 from plga_jax.models.pldr_config import PRESETS, PLDRConfig
+from plga_jax.models.pldr_layers import OPERATORS
 from plga_jax.models.pldr_transforms import (
     absorb_operators,
     constant_operator_model,
