@@ -87,7 +87,6 @@ class TestOneDeviceIsTheReference:
     def test_pldr(self):
         self.check_pldr("float32", *MESHES[2], coefficients=None, tolerance=1e-5)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(("shape", "rules"), MESHES)
     def test_pldr_in_float64_with_dag_loss(self, x64, shape, rules):
         coefficients = DagCoefficients(A_LM=0.05, G_LM=0.05)
