@@ -1,10 +1,9 @@
-"""What every benchmark needs: cores, interleaved timing, this machine's own rates, and reports.
+"""What every benchmark needs: cores, interleaved timing, this machine's own rates.
 
 Nothing here imports JAX at the top, because `use_threads` must run before it is imported.
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import platform
@@ -171,29 +170,3 @@ def measure_rates(shapes: Sequence[tuple[int, int, int]], *, rounds: int = 5, me
     # In place, x -> x + 1: a fresh result would measure the page faults of its memory instead.
     copy = 2 * weights.nbytes / best(lambda x: x + 1, weights, donate=(0,)) / 1e9
     return Rates(matmul=matmul, read=read, copy=copy)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; floats get four significant digits."""
-    rows = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(header), *rows]) for i in range(len(header))]
-    lines = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in [list(header), *rows]]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write(out: str, name: str, result: dict, text: str) -> None:
-    """Writes `name.json` and `name.md` into a directory, each whole or not at all.
-
-    Args:
-        out: the directory, made if absent.
-        name: of the benchmark.
-        result: what becomes JSON.
-        text: what becomes Markdown.
-    """
-    folder = pathlib.Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, content in ((folder / f"{name}.json", json.dumps(result, indent=1)), (folder / f"{name}.md", text)):
-        partial = path.with_suffix(path.suffix + ".partial")
-        partial.write_text(content + "\n", encoding="utf-8")
-        partial.replace(path)

@@ -8,6 +8,7 @@ Everything is measured in one run and in turn, so ratios hold on a busy machine 
 import dataclasses
 import functools
 import json
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 from experiments.benchmarks import harness
+from plga_jax.audit.report import markdown_table, write_json, write_text
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("preset", "110m", "Preset of PLDRConfig.")
@@ -61,7 +63,7 @@ def report(result: dict) -> str:
         row.get("share", ""),
     ]
     head = ("what", "median ms", "best ms", "CPU ms", "first call s", "share of machine")
-    text = harness.table(head, [cell(name, row) for name, row in result["timings"].items()])
+    text = markdown_table(head, [cell(name, row) for name, row in result["timings"].items()])
     rates = result["rates"]
     lines = [
         f"# PLDR-LLM {result['preset']}, {result['length']} tokens, {result['threads']} core(s)",
@@ -69,12 +71,12 @@ def report(result: dict) -> str:
         f"matmul {rates['matmul']} GFLOP/s, reading weights {rates['read']:.1f} GB/s, copy {rates['copy']:.1f} GB/s, "
         f"peak RSS {result['peak_rss_mb']:.0f} MB",
         text,
-        harness.table(("ratio", "value", "target"), [[name, *row] for name, row in result["ratios"].items()]),
+        markdown_table(("ratio", "value", "target"), [[name, *row] for name, row in result["ratios"].items()]),
     ]
     if "torch" in result:
         rows = [[name, *row] for name, row in result["torch"]["times_faster"].items()]
-        lines.append(harness.table(("against eager PyTorch", "times faster", "by CPU time"), rows))
-    return "\n\n".join(lines)
+        lines.append(markdown_table(("against eager PyTorch", "times faster", "by CPU time"), rows))
+    return "\n\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def main(_):
@@ -131,7 +133,10 @@ def main(_):
     if peers:
         result["torch"] = {"runs": peers, "times_faster": compare(rows, peers)}
     text = report(result)
-    harness.write(FLAGS.out, "pldr", result, text)
+    out = pathlib.Path(FLAGS.out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "pldr.json", result)
+    write_text(out / "pldr.md", text)
     print(text)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from plga_jax.array_types import DType
 from plga_jax.modules.initializers import INIT_LAWS, InitLaw
+from plga_jax.ops.attention import IMPLEMENTATIONS
 from plga_jax.ops.rope import LAYOUTS, Layout
 
 Operator = Literal["learned", "constant"]
@@ -89,7 +90,7 @@ class PLDRConfig:
             "operator": get_args(Operator),
             "init": INIT_LAWS,
             "gram_rows": get_args(GramRows),
-            "attention": (None, "dense", "blockwise"),
+            "attention": (None, *IMPLEMENTATIONS),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

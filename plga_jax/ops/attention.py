@@ -38,7 +38,8 @@ from jax import lax
 from plga_jax.array_types import Array, statistics_dtype
 from plga_jax.ops.masks import Mask
 
-_IMPLEMENTATIONS = ("dense", "blockwise")
+IMPLEMENTATIONS = ("dense", "blockwise")
+"""What `attention` may be told to use."""
 
 _DENSE_PAIRS = 512 * 512
 """Up to this T·S, None means dense.
@@ -86,8 +87,8 @@ def attention(
     if implementation is None:
         # One row cannot be blocked usefully; a small table costs less than the bookkeeping of blocks.
         implementation = "dense" if T == 1 or T * S <= _DENSE_PAIRS else "blockwise"
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {_IMPLEMENTATIONS} or None, got {implementation!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
 
     with jax.named_scope(f"attention_{implementation}"):
         q_finite, k_finite, v_finite = (jnp.isfinite(x) for x in (q, k, v))

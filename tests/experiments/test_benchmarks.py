@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from experiments.benchmarks import harness
+from plga_jax.audit.report import markdown_table
 
 
 def test_tiny_run_writes_json_and_markdown(tmp_path):
@@ -51,7 +52,7 @@ def test_interleave_takes_turns_and_stops_in_time():
 
 
 def test_table_is_markdown():
-    assert harness.table(("a", "b"), [("x", 1.23456), ("yy", 2)]).splitlines() == [
+    assert markdown_table(("a", "b"), [("x", 1.23456), ("yy", 2)]).splitlines() == [
         "| a  | b     |",
         "| -- | ----- |",
         "| x  | 1.235 |",
