@@ -104,22 +104,34 @@ class KVCache:
 
         return dataclasses.replace(self, k=write(self.k, k), v=write(self.v, v))
 
-    def attend(self, layer: Array, q: Array, positions: Array, attention: AttentionFn, *, scale: float) -> Array:
-        """Causal attention of queries over what one layer holds.
+    def attend(
+        self,
+        layer: Array,
+        q: Array,
+        slots: Array,
+        valid: Array,
+        attention: AttentionFn,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[Array, Self]:
+        """Causal attention of the queries just appended over what one layer holds.
 
         Args:
             layer: int, which layer.
             q: rotated queries, with the operator folded in, [B, T, N, H].
-            positions: int32 [B, T], as given by `slots`: each query sees keys up to its own.
+            slots: int32 [B, T], from `slots`: each query sees keys up to its own.
+            valid: bool [B, T], False for padding, whose results mean nothing.
             attention: computes it.
             scale: of the scores.
+            window: keys that a query sees, itself included; None is all.
 
         Returns:
-            [B, T, N, H].
+            [B, T, N, H], and the cache: other caches note what the queries asked for, this one is unchanged.
         """
         k = lax.dynamic_index_in_dim(self.k, layer, keepdims=False).astype(q.dtype)
         v = lax.dynamic_index_in_dim(self.v, layer, keepdims=False).astype(q.dtype)
-        return attention(q, k, v, Mask(q_positions=positions), scale=scale)
+        return attention(q, k, v, Mask(q_positions=slots, window=window), scale=scale), self
 
     def advance(self, valid: Array) -> Self:
         """Counts the tokens just appended to every layer.

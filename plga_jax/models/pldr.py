@@ -21,12 +21,12 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from plga_jax.array_types import Array, DType, statistics_dtype
 from plga_jax.caches import KVCache
 from plga_jax.models.pldr_config import PLDRConfig
 from plga_jax.models.pldr_layers import Constant, DecoderLayer, Rows
+from plga_jax.models.stacking import over_layers, unstack
 from plga_jax.modules.linear import LayerNorm, Linear
 from plga_jax.ops.attention import attention
 from plga_jax.ops.masks import Mask
@@ -251,10 +251,10 @@ class PLDR(nnx.Module):
             else:
                 G = held if cache.kind == "kv_g" else layer.attention.metric.power_law(held).G_LM
             q = fold_operator(q, G)
-            attended = kv.attend(index, q, slots, self._attention, scale=self._scale)
+            attended, kv = kv.attend(index, q, slots, valid, self._attention, scale=self._scale)
             return (layer.finish(x, attended), kv), None
 
-        (x, kv), _ = self._over_layers(step, (self._embed(tokens), cache.kv), cache.operators)
+        (x, kv), _ = over_layers(step, (self._embed(tokens), cache.kv), self.layers, cache.operators)
         return self._logits(x), dataclasses.replace(cache, kv=kv.advance(valid))
 
     def with_operators(self, operators: Array) -> Self:
@@ -281,24 +281,15 @@ class PLDR(nnx.Module):
         return nnx.merge(graphdef, nnx.from_flat_state(replaced), rest)
 
     def unstacked(self) -> Self:
-        """The same model with the weights of each layer in arrays of their own, for decoding on CPU.
-
-        A scan over stacked weights copies every layer's slice before XLA:CPU multiplies with it. A block of tokens
-        hides that copy; a single token does nothing but read weights, and takes 2.5 times longer for it. Layers in
-        arrays of their own are read where they lie, for the price of one copy of the weights and a program that grows
-        with the number of layers. Matrices of one input are joined as well: short products leave two cores waiting.
+        """The same model with each layer in arrays of its own, for decoding on CPU; see `stacking.unstack`.
 
         Returns:
-            A model for `prefill`, `extend` and calls; its parameters have other paths and shapes, so train, save and
-            transform the stacked one.
+            A model for `prefill`, `extend` and calls.
         """
         if isinstance(self.layers, nnx.List):
             return self
         copy = nnx.merge(*nnx.split(self))
-        graphdef, state = nnx.split(self.layers)
-        # One jitted cut per layer: cutting array by array would dispatch hundreds of tiny programs.
-        cut = jax.jit(lambda state, index: jax.tree.map(lambda x: x[index], state))
-        copy.layers = nnx.List([nnx.merge(graphdef, cut(state, i)) for i in range(self.config.num_layers)])
+        copy.layers = unstack(self.layers)
         for layer in copy.layers:
             layer.attention.join()
             layer.ffn.join()
@@ -380,18 +371,8 @@ class PLDR(nnx.Module):
 
         if self.config.remat:
             step = jax.checkpoint(step, prevent_cse=False)
-        (x, kv), deduced = self._over_layers(step, (self._embed(tokens), kv), operators)
+        (x, kv), deduced = over_layers(step, (self._embed(tokens), kv), self.layers, operators)
         return x, None if kv is None else kv.advance(rows.valid), deduced
-
-    def _over_layers(self, step, carry, operators: Array | None):
-        """`lax.scan` of `step(carry, (index, layer, operators of the layer))`, or its loop over unstacked layers."""
-        if not isinstance(self.layers, nnx.List):
-            return lax.scan(step, carry, (jnp.arange(self.config.num_layers), self.layers, operators))
-        outputs = []
-        for index, layer in enumerate(self.layers):
-            carry, output = step(carry, (index, layer, None if operators is None else operators[index]))
-            outputs.append(output)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
 
     def _scores(self, q, k, mask: Mask, collect) -> dict[str, Array]:
         """E_pre and E, when asked for. They need the whole [T, T] table, which the kernel never makes."""

@@ -1,12 +1,9 @@
 """Sizes and choices of a PLDR-LLM."""
 
 import dataclasses
-import json
 from typing import Literal, Self, get_args
 
-import jax.numpy as jnp
-
-from plga_jax.array_types import DType
+from plga_jax.models.config import ModelConfig, float_name
 from plga_jax.modules.initializers import INIT_LAWS, InitLaw
 from plga_jax.ops.attention import IMPLEMENTATIONS
 from plga_jax.ops.rope import LAYOUTS, Layout
@@ -17,7 +14,7 @@ PRESETS = ("tiny", "small", "medium", "110m")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PLDRConfig:
+class PLDRConfig(ModelConfig):
     """Sizes and choices of a PLDR-LLM; validated, hashable, with a JSON round trip.
 
     Attributes:
@@ -76,7 +73,7 @@ class PLDRConfig:
         if self.metric_width is None:
             object.__setattr__(self, "metric_width", self.head_width * 8 // 3)
         for name in ("compute_dtype", "param_dtype"):
-            object.__setattr__(self, name, _float_name(name, getattr(self, name)))
+            object.__setattr__(self, name, float_name(name, getattr(self, name)))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == (int | None) or field.type is int:
@@ -145,41 +142,3 @@ class PLDRConfig:
         if name not in PRESETS:
             raise ValueError(f"Preset {name!r} is unknown; choose one of {', '.join(PRESETS)}.")
         return getattr(cls, "base_110m" if name == "110m" else name)(**overrides)
-
-    def to_json(self) -> str:
-        """The config as a JSON object."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """A config from the text of `to_json`.
-
-        Args:
-            text: JSON object.
-
-        Returns:
-            The config.
-
-        Raises:
-            ValueError: not a JSON object, unknown or missing fields.
-        """
-        fields = json.loads(text)
-        known = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(fields, dict) or set(fields) - known:
-            found = sorted(set(fields) - known) if isinstance(fields, dict) else type(fields).__name__
-            raise ValueError(f"Not a PLDRConfig: {found}; known fields are {', '.join(sorted(known))}.")
-        try:
-            return cls(**fields)
-        except TypeError as error:
-            raise ValueError(f"Not a PLDRConfig: {error}.") from None
-
-
-def _float_name(field: str, dtype: DType) -> str:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        raise ValueError(f"{field} = {dtype!r} is not a dtype; try 'float32' or 'bfloat16'.") from None
-    if found not in (jnp.dtype(n) for n in ("bfloat16", "float32", "float64")):
-        # float16 cannot hold the floor 1e-9 of A_LM.
-        raise ValueError(f"{field} = {found.name} must be bfloat16, float32 or float64.")
-    return found.name

@@ -1,4 +1,4 @@
-"""Modules that own weights and call one op: Linear, GatedLinear, LayerNorm.
+"""Modules that own weights and call one op: Linear, GatedLinear, LayerNorm, RMSNorm.
 
 Each `nnx.Param` carries `axes`, the letters of its trailing axes; stacking adds leading axes that `axes` does not name.
 The sharding rules read them.
@@ -13,7 +13,7 @@ from flax import nnx
 from plga_jax.array_types import Array, DType
 from plga_jax.modules.initializers import xavier_uniform
 from plga_jax.ops.gated import GatedWeights, gated_linear, linear
-from plga_jax.ops.norms import layer_norm
+from plga_jax.ops.norms import layer_norm, rms_norm
 
 
 class Linear(nnx.Module):
@@ -28,6 +28,7 @@ class Linear(nnx.Module):
         dtype: DType = jnp.float32,
         compute_dtype: DType | None = None,
         torch_default: bool = False,
+        use_bias: bool = True,
         rngs: nnx.Rngs,
     ):
         """Makes the weights.
@@ -39,6 +40,7 @@ class Linear(nnx.Module):
             dtype: of the stored weights.
             compute_dtype: of the product; None computes in the weights' dtype.
             torch_default: weight and bias uniform in ±1/√inputs instead of Xavier uniform with bias 0.
+            use_bias: whether there is a b.
             rngs: source of keys.
         """
         shape = (inputs, outputs)
@@ -50,7 +52,7 @@ class Linear(nnx.Module):
             kernel = xavier_uniform(rngs.params(), shape, dtype)
             bias = jnp.zeros((outputs,), dtype)
         self.kernel = nnx.Param(kernel, axes=axes)
-        self.bias = nnx.Param(bias, axes=axes[1:])
+        self.bias = nnx.Param(bias, axes=axes[1:]) if use_bias else None
         self.compute_dtype = compute_dtype or dtype
 
     @classmethod
@@ -70,7 +72,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """x [..., inputs] -> [..., outputs] in the compute dtype."""
-        return linear(x.astype(self.compute_dtype), self.kernel[...], self.bias[...])
+        return linear(x.astype(self.compute_dtype), *self.weights)
+
+    @property
+    def weights(self) -> tuple[Array, Array | None]:
+        """W and b."""
+        return self.kernel[...], None if self.bias is None else self.bias[...]
 
 
 class GatedLinear(nnx.Module):
@@ -83,6 +90,7 @@ class GatedLinear(nnx.Module):
         *,
         dtype: DType = jnp.float32,
         compute_dtype: DType | None = None,
+        use_bias: bool = True,
         rngs: nnx.Rngs,
     ):
         """Makes the weights.
@@ -92,9 +100,11 @@ class GatedLinear(nnx.Module):
             hidden: F.
             dtype: of the stored weights.
             compute_dtype: of the products; None computes in the weights' dtype.
+            use_bias: whether the three maps have biases.
             rngs: source of keys.
         """
-        into, out = {"axes": ("D", "F"), "dtype": dtype}, {"axes": ("F", "D"), "dtype": dtype}
+        common = {"dtype": dtype, "use_bias": use_bias}
+        into, out = {"axes": ("D", "F"), **common}, {"axes": ("F", "D"), **common}
         self.gate = Linear(width, hidden, **into, rngs=rngs)
         self.up = Linear(width, hidden, **into, rngs=rngs)
         self.down = Linear(hidden, width, **out, rngs=rngs)
@@ -104,10 +114,9 @@ class GatedLinear(nnx.Module):
         """x [..., D] -> [..., D] in the compute dtype."""
         if hasattr(self, "gate_up"):
             x = x.astype(self.compute_dtype)
-            gate, up = jnp.split(linear(x, self.gate_up.kernel[...], self.gate_up.bias[...]), 2, axis=-1)
-            return linear(jax.nn.silu(gate) * up, self.down.kernel[...], self.down.bias[...])
-        parts = (self.gate, self.up, self.down)
-        weights = GatedWeights(*(array[...] for part in parts for array in (part.kernel, part.bias)))
+            gate, up = jnp.split(linear(x, *self.gate_up.weights), 2, axis=-1)
+            return linear(jax.nn.silu(gate) * up, *self.down.weights)
+        weights = GatedWeights(*self.gate.weights, *self.up.weights, *self.down.weights)
         return gated_linear(x.astype(self.compute_dtype), weights)
 
     def join(self) -> None:
@@ -135,3 +144,23 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D]."""
         return layer_norm(x, self.scale[...], self.bias[...], epsilon=self.epsilon)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation with learned γ."""
+
+    def __init__(self, width: int, *, axes: tuple[str] = ("D",), epsilon: float, dtype: DType = jnp.float32):
+        """Makes γ = 1.
+
+        Args:
+            width: of the normalised axis.
+            axes: its letter.
+            epsilon: added to the mean square.
+            dtype: of the stored weights.
+        """
+        self.scale = nnx.Param(jnp.ones((width,), dtype), axes=axes)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., D] -> [..., D]."""
+        return rms_norm(x, self.scale[...], epsilon=self.epsilon)

@@ -13,20 +13,20 @@ class GatedWeights(NamedTuple):
     """Weights of one gated linear unit, or of a stack of them along shared leading axes."""
 
     gate_kernel: Array  # [..., D, F]
-    gate_bias: Array  # [..., F]
+    gate_bias: Array | None  # [..., F]; None, likewise below: no bias
     up_kernel: Array  # [..., D, F]
-    up_bias: Array  # [..., F]
+    up_bias: Array | None  # [..., F]
     down_kernel: Array  # [..., F, D]
-    down_bias: Array  # [..., D]
+    down_bias: Array | None  # [..., D]
 
 
-def linear(x: Array, kernel: Array, bias: Array) -> Array:
+def linear(x: Array, kernel: Array, bias: Array | None = None) -> Array:
     """x·W + b over the last axis, computed in the dtype of `x` with sums in float32 or better.
 
     Args:
         x: [..., D].
         kernel: W, [D, F], of any floating dtype.
-        bias: b, [F], likewise.
+        bias: b, [F], likewise; None is no bias.
 
     Returns:
         [..., F] in the dtype of `x`.
@@ -35,7 +35,9 @@ def linear(x: Array, kernel: Array, bias: Array) -> Array:
     rows = x.reshape(-1, x.shape[-1])
     narrow = x.dtype == jnp.bfloat16
     product = narrow_product(rows, kernel) if narrow else jnp.matmul(rows, kernel.astype(x.dtype))
-    return (product + bias.astype(product.dtype)[None]).astype(x.dtype).reshape(*x.shape[:-1], -1)
+    if bias is not None:
+        product += bias.astype(product.dtype)[None]
+    return product.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def gated_linear(x: Array, weights: GatedWeights) -> Array:
@@ -48,7 +50,7 @@ def gated_linear(x: Array, weights: GatedWeights) -> Array:
     Returns:
         [..., D].
 
-    Source: Shazeer 2020 (SwiGLU), with biases as in PLDR-LLM.
+    Source: Shazeer 2020 (SwiGLU), with or without biases.
     """
     gate = jax.nn.silu(linear(x, weights.gate_kernel, weights.gate_bias))
     up = linear(x, weights.up_kernel, weights.up_bias)

@@ -27,3 +27,22 @@ def layer_norm(x: Array, scale: Array, bias: Array, *, epsilon: float = 1e-6) ->
     normed = centred * jax.lax.rsqrt(variance + epsilon)
     out = normed * align(scale.astype(dtype), x.ndim) + align(bias.astype(dtype), x.ndim)
     return out.astype(x.dtype)
+
+
+def rms_norm(x: Array, scale: Array, *, epsilon: float = 1e-6) -> Array:
+    """Root-mean-square normalisation.
+
+    Args:
+        x: [..., D].
+        scale: γ, [D].
+        epsilon: added to the mean square.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+
+    Source: Zhang and Sennrich 2019, eq. 4, with ε inside the root as in Llama.
+    """
+    dtype = statistics_dtype(x.dtype)
+    wide = x.astype(dtype)
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return (normed * align(scale.astype(dtype), x.ndim)).astype(x.dtype)
