@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
         theta, factor = self._planes(tokens.shape[1])
 
         def step(x, inputs):
-            index, layer, windowed = inputs
+            _, layer, windowed = inputs
             q, k, v = layer.attention.project(layer.attention_norm(x), positions, theta, factor)
             attended = self._windowed(
                 windowed,

@@ -45,7 +45,7 @@ class DecoderConfig(ModelConfig):
     model_width: int
     hidden_width: int
     context: int
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     norm_epsilon: float = 1e-6
     tied: bool = True
     qkv_bias: bool = False
