@@ -33,36 +33,49 @@ def frequencies(width: int, *, base: float = 10_000.0) -> np.ndarray:
     return float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / width)
 
 
+_unscaled = frequencies  # in `rope` the name is an argument
+
+
 def rope(
     x: Array,
     positions: Array,
     *,
     base: float = 10_000.0,
     layout: Layout = "interleaved",
+    frequencies: np.ndarray | Array | None = None,
+    scale: float = 1.0,
 ) -> Array:
     """Turns queries or keys by their positions.
 
     Args:
         x: [B, T, N, H], H even.
         positions: integer [B, T], or [1, T] to share them over the batch; any values, in any order.
-        base: Θ of `frequencies`.
+        base: Θ of the unscaled frequencies; not read when `frequencies` are given.
         layout: which entries form a plane.
+        frequencies: [H/2] in radians per position, such as those of a `RopeConfig`; None makes them from `base`.
+        scale: multiplies cos and sin, once; scores of queries and keys turned alike grow by its square.
 
     Returns:
         [B, T, N, H] in the dtype of `x`. Angles and products are float32 (float64 for float64 input): bfloat16 angles
         alias above position 256.
 
     Raises:
-        ValueError: odd head width or unknown layout.
+        ValueError: odd head width, unknown layout, or frequencies that are not H/2.
 
     Source: Su et al. 2021, eq. 34; layouts as in torchtune (interleaved) and transformers (half).
     """
     if layout not in LAYOUTS:
         raise ValueError(f"RoPE layout {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
     dtype = statistics_dtype(x.dtype)
-    theta = jnp.asarray(frequencies(x.shape[-1], base=base), dtype)
+    H = x.shape[-1]
+    if frequencies is None:
+        frequencies = _unscaled(H, base=base)
+    if H % 2 or frequencies.shape != (H // 2,):
+        raise ValueError(f"Heads of width {H} need frequencies of shape [H/2] = {[H / 2]}, got {frequencies.shape}.")
+    theta = jnp.asarray(frequencies, dtype)
     angles = positions.astype(dtype)[:, :, None, None] * theta[None, None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    factor = jnp.asarray(scale, dtype)
+    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     wide = x.astype(dtype)
     if layout == "half":
         first, second = jnp.split(wide, 2, axis=-1)
