@@ -188,7 +188,12 @@ def mcnemar(results: Results) -> dict[str, dict]:
     }
     tests = {
         name: [
-            {"first": _where(a), "right": [a.right, b.right], "discordant": [t.first_only, t.second_only], "p": t.p}
+            {
+                "configurations": [_where(a), _where(b)],
+                "right": [a.right, b.right],
+                "discordant": [t.first_only, t.second_only],
+                "p": t.p,
+            }
             for a, b, t in ((a, b, against(a, b)) for a, b in compared)
         ]
         for name, compared in pairs.items()
@@ -301,8 +306,8 @@ def setup(results: Results) -> dict[str, object]:
     return {
         "runs": {str(window): len(seconds) for window, seconds in by_window.items()},
         "median_s": {str(window): seconds for window, seconds in median.items()},
-        "range_over_median": {
-            str(window): (max(seconds) - min(seconds)) / median[window] for window, seconds in by_window.items()
+        "largest_deviation": {
+            str(window): max(abs(s / median[window] - 1) for s in seconds) for window, seconds in by_window.items()
         },
         "exponents": {
             f"{a}–{b}": density.growth_exponent([a, b], [median[a], median[b]])
@@ -384,7 +389,7 @@ def _interval(right: int, asked: int) -> dict[str, float]:
 
 
 def _where(found: Group) -> str:
-    return f"{found.config.density:g} × {found.config.seeds}"
+    return "none" if found.config.window == 0 else f"{found.config.density:g} × {found.config.seeds}"
 
 
 def _by_density(groups: Groups) -> dict[float, Groups]:
