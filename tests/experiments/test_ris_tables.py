@@ -44,20 +44,20 @@ def runs(clock, mode, rope, window, densities, seeds, questions, model="qwen2"):
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     clock = itertools.count()
-    main = [*runs(clock, "stochastic", "yarn", 0, [0.01], [1], 6)]
+    main = [*runs(clock, "stochastic", "yarn", 0, [0.01], [2], 7)]
     for window in (4096, 8192, 16384, 32768, 65536):
-        main += runs(clock, "stochastic", "linear", window, [0.01, 0.05], [1, 10, 50], 6)
-    main += runs(clock, "stochastic", "yarn", 65536, [0.01, 0.05], SEEDS, 6)
-    main += runs(clock, "stochastic", "yarn", 4096, [0.01], [1, 10], 6, model="tinyllama")
-    control = [*runs(clock, "stochastic", "linear", 0, [0.05], [1], 32)]
+        main += runs(clock, "stochastic", "linear", window, [0.01, 0.05], [1, 10, 50], 7)
+    main += runs(clock, "stochastic", "yarn", 65536, [0.01, 0.05], SEEDS, 7)
+    main += runs(clock, "stochastic", "yarn", 4096, [0.01], [1, 10], 7, model="tinyllama")
+    control = [*runs(clock, "stochastic", "linear", 0, [0.05], [2], 32)]
     control += runs(clock, "stochastic", "yarn", 32768, [0.01], SEEDS, 32)
     control += runs(clock, "structural", "yarn", 32768, [0.0], SEEDS, 32)
     files = {
         "results_64.csv": main,
         "results_baseline_32k.csv": control,
-        "results_structural_64.csv": runs(clock, "structural", "yarn", 65536, [0.0, 0.04], SEEDS, 6),
+        "results_structural_64.csv": runs(clock, "structural", "yarn", 65536, [0.0, 0.04], SEEDS, 7),
         "results_structural_sweet_spot_64.csv": runs(
-            clock, "structural", "yarn", 65536, [0.001, 0.005], [50, 100, 150, 200], 6
+            clock, "structural", "yarn", 65536, [0.001, 0.005], [50, 100, 150, 200], 7
         ),
     }
     for name, rows in files.items():
@@ -83,12 +83,12 @@ def test_writes_tables_and_figures(results, tmp_path):
     text = (out / "tables.md").read_text()
     assert text in done.stdout
     found = json.loads((out / "tables.json").read_text())
-    # Of questions 1 to 6, two are answered wrong whatever the number of seeds.
-    assert found["grid_64k"]["structural yarn"]["0.05"] == {str(seeds): 4 for seeds in SEEDS}
+    # Of questions 1 to 7, three are answered wrong with 2, 20, 50 … seeds, two otherwise.
+    assert found["grid_64k"]["structural yarn"]["0.05"] == {str(seeds): 4 if seeds % 3 == 2 else 5 for seeds in SEEDS}
     assert found["headline"]["64k without documents"]["right"] == 4
-    assert found["answer_key"]["64k"] == {"A": 0, "B": 6, "C": 0, "D": 0, "E": 0}
+    assert found["answer_key"]["64k"] == {"A": 0, "B": 7, "C": 0, "D": 0, "E": 0}
     # 1 and 10 seeds leave the same questions wrong.
-    assert found["tinyllama"]["identical_in_every_configuration"] == 6
+    assert found["tinyllama"]["identical_in_every_configuration"] == 7
     assert found["setup"]["median_s"]["65536"] == 2
     for title in ("## Exact McNemar tests", "## Right answers against computed pairs", "| structural yarn 5 %"):
         assert title in text
