@@ -53,7 +53,9 @@ def test_an_empty_stop_string_is_refused():
         StopStrings(["a", ""])
 
 
-HARBOUR = [f"The harbour master counted vessels number {word}." for word in "one two three four five six".split()]
+HARBOUR = [
+    f"The harbour master counted vessels number {word}." for word in ("one", "two", "three", "four", "five", "six")
+]
 OFF = " Bananas ripen quicker beside apples."
 ON = " The harbour master counted vessels again."
 
