@@ -1,4 +1,4 @@
-"""Hugging Face model folders as files: `config.json` and safetensors. What is inside them is the business of others."""
+"""Hugging Face model folders as files: JSON and safetensors. What is inside them is the business of others."""
 
 import json
 import os
@@ -6,13 +6,27 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
 
 
 def read_config(folder: str | os.PathLike) -> dict[str, Any]:
@@ -30,7 +44,28 @@ def read_config(folder: str | os.PathLike) -> dict[str, Any]:
     path = pathlib.Path(folder) / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no {CONFIG}; name a Hugging Face model folder.")
-    return _read_object(path)
+    return read_object(path)
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Its fields.
+
+    Raises:
+        ValueError: not readable, not JSON, or not an object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}, not an object.")
+    return found
 
 
 def read_tensors(folder: str | os.PathLike) -> dict[str, np.ndarray]:
@@ -40,7 +75,8 @@ def read_tensors(folder: str | os.PathLike) -> dict[str, np.ndarray]:
         folder: of the model. The single file wins when both are there, as in the published loaders.
 
     Returns:
-        Names -> arrays in the dtype of the file, bfloat16 included, in host memory.
+        Names -> read-only arrays in the dtype of the file, bfloat16 included. They are views of the mapped files: pages
+        are read when they are used, and may be dropped again.
 
     Raises:
         ValueError: a file is missing or damaged, or the index names a file outside of the folder or lacks a tensor.
@@ -51,7 +87,7 @@ def read_tensors(folder: str | os.PathLike) -> dict[str, np.ndarray]:
     index = folder / INDEX
     if not index.is_file():
         raise ValueError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; other formats of weights are not read.")
-    shards = _read_object(index).get("weight_map")
+    shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise ValueError(f"{index} has no weight_map from tensor names to file names; download it again.")
     tensors = {}
@@ -91,18 +127,21 @@ def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _read_object(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}).") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__}, not an object.")
-    return found
-
-
 def _read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     try:
-        return load_file(path)
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
+        # Checks the header, and that the offsets fill the file exactly. Its own arrays would be copies.
+        with safe_open(path, framework="np"):
+            pass
+        mapped = np.asarray(np.memmap(path, mode="r"))
+        start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+        header = json.loads(mapped[8:start].tobytes())
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            if entry["dtype"] not in _DTYPES:
+                raise ValueError(f"{name} is of the unknown dtype {entry['dtype']}")
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            tensors[name] = mapped[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return tensors
+    except (SafetensorError, OSError, TypeError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is damaged or not a safetensors file ({error}).") from None

@@ -30,7 +30,6 @@ _COMMON = ("kind", "base", "context", "original_context")
 _PUBLISHED = {
     "rope_theta": "base",
     "original_max_position_embeddings": "original_context",
-    "partial_rotary_factor": None,
 } | {
     name: name
     for name in (
@@ -144,13 +143,13 @@ class RopeConfig:
         kind = kinds[0] if kinds else "default"
         # "su" is the name under which longrope was first published.
         kind = "longrope" if kind == "su" else kind
+        share = table.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if share not in (None, 1.0):
+            raise ValueError(f"config.json: partial_rotary_factor = {share!r} is not implemented; only 1.0 is.")
         if unknown := sorted(set(table) - set(_PUBLISHED)):
             raise ValueError(
                 f"config.json: RoPE settings {unknown} are not implemented; known are {', '.join(sorted(_PUBLISHED))}."
             )
-        share = table.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if share not in (None, 1.0):
-            raise ValueError(f"config.json: partial_rotary_factor = {share!r} is not implemented; only 1.0 is.")
         fields = {_PUBLISHED[name]: value for name, value in table.items()}
         base = config.get("rope_theta")
         if base is not None and fields.setdefault("base", base) != base:
@@ -161,6 +160,21 @@ class RopeConfig:
         if kind in ("yarn", "llama3", "longrope"):
             fields.setdefault("original_context", fields["context"])
         return cls(kind=kind, **fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of a published `config.json`, in the style that every version of the loaders reads.
+
+        Returns:
+            `rope_theta`, and `rope_scaling` when there is any; the inverse of `from_hf`, the context aside.
+        """
+        if self.kind == "default":
+            return {"rope_theta": self.base}
+        table = {"rope_type": self.kind}
+        for theirs, ours in _PUBLISHED.items():
+            value = getattr(self, ours)
+            if ours != "base" and value != _DEFAULTS[ours]:
+                table[theirs] = list(value) if isinstance(value, tuple) else value
+        return {"rope_theta": self.base, "rope_scaling": table}
 
     def stretched(
         self,
@@ -287,6 +301,9 @@ class RopeConfig:
         if self._growth <= 1:
             return 1.0
         return math.sqrt(1 + math.log(self._growth) / math.log(self.original_context))
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(RopeConfig)}
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -159,6 +159,12 @@ class TestFromHF:
             }
         assert RopeConfig.from_hf(config) == EXAMPLES["yarn"]
 
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_round_trip(self, kind):
+        config = EXAMPLES[kind]
+        published = json.loads(json.dumps(config.to_hf() | {"max_position_embeddings": config.context}))
+        assert RopeConfig.from_hf(published) == config
+
     @pytest.mark.parametrize("scaling", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
     def test_unscaled(self, scaling):
         config = RopeConfig.from_hf({"max_position_embeddings": 32768, "rope_theta": 1e6} | scaling)
