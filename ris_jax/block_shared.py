@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plga_jax.array_types import Array
+from plga_jax.array_types import Array, PRNGKey
 from ris_jax.density import causal_pairs
 from ris_jax.geometry import Geometry, fit_share, mark_fixed, pack_rows
 
@@ -146,9 +146,7 @@ class BlockSharedGeometry(Geometry):
             int32 [r], ascending and distinct, all before the tile, filled up with -1 where there are fewer keys to
             choose from. Some rows may see some of them by window too, and anchors only when blocks cut into them.
         """
-        first = self.sample_blocks(tile_index, layer)[:, None] * jnp.int32(self.block)
-        keys = first + jnp.arange(self.block, dtype=jnp.int32)[None, :]
-        return jnp.where(first < 0, jnp.int32(-1), keys).reshape(self.budget)
+        return self._keys(self.sample_blocks(tile_index, layer))
 
     def sample_blocks(self, tile_index: Array | int, layer: Array | int = 0) -> Array:
         """The same as `samples`, by blocks.
@@ -160,24 +158,7 @@ class BlockSharedGeometry(Geometry):
         Returns:
             int32 [r / block]: block i is keys i·block … (i+1)·block - 1; -1 where there are fewer to choose from.
         """
-        tile_index = jnp.asarray(tile_index, jnp.int32)
-        layer = jnp.asarray(layer if self.per_layer else 0, jnp.int32)
-        count = self.budget // self.block
-        if not count:
-            return jnp.zeros((0,), jnp.int32)
-        first, total = self._candidates(tile_index)
-        strata = jnp.minimum(total, jnp.int32(count))
-        size, wider = jnp.divmod(total, jnp.maximum(strata, 1))
-        # The first `wider` strata are one block wider than the others, which are `size` blocks each.
-        index = jnp.arange(count, dtype=jnp.int32)
-        start = index * size + jnp.minimum(index, wider)
-        width = size + (index < wider).astype(jnp.int32)
-        key = jax.random.key(self.seed, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, layer), tile_index)
-        # The high half of a 64-bit product: exact integer arithmetic, so the same on every device and version, and
-        # biased by width / 2**32 only.
-        drawn = _multiply_high(jax.random.bits(key, (count,), jnp.uint32), width.astype(jnp.uint32))
-        return jnp.where(index < strata, first + start + drawn.astype(jnp.int32), jnp.int32(-1))
+        return self._draw(jax.random.key(self.seed, impl="threefry2x32"), tile_index, layer)
 
     def expected_row(self, row: np.ndarray | int) -> np.ndarray:
         """How many keys a row sees, expected over the draws.
@@ -240,18 +221,45 @@ class BlockSharedGeometry(Geometry):
         first = self.anchors // self.block
         return first, (-(-end // self.block) - first).clip(0)
 
+    def _keys(self, blocks: Array) -> Array:
+        first = blocks[:, None] * jnp.int32(self.block)
+        keys = first + jnp.arange(self.block, dtype=jnp.int32)[None, :]
+        return jnp.where(first < 0, jnp.int32(-1), keys).reshape(self.budget)
+
+    def _draw(self, key: PRNGKey, tile_index: Array | int, layer: Array | int) -> Array:
+        """`sample_blocks`, with the key of the geometry's seed given."""
+        tile_index = jnp.asarray(tile_index, jnp.int32)
+        layer = jnp.asarray(layer if self.per_layer else 0, jnp.int32)
+        count = self.budget // self.block
+        if not count:
+            return jnp.zeros((0,), jnp.int32)
+        first, total = self._candidates(tile_index)
+        strata = jnp.minimum(total, jnp.int32(count))
+        size, wider = jnp.divmod(total, jnp.maximum(strata, 1))
+        # The first `wider` strata are one block wider than the others, which are `size` blocks each.
+        index = jnp.arange(count, dtype=jnp.int32)
+        start = index * size + jnp.minimum(index, wider)
+        width = size + (index < wider).astype(jnp.int32)
+        key = jax.random.fold_in(jax.random.fold_in(key, layer), tile_index)
+        # The high half of a 64-bit product: exact integer arithmetic, so the same on every device and version, and
+        # biased by width / 2**32 only.
+        drawn = _multiply_high(jax.random.bits(key, (count,), jnp.uint32), width.astype(jnp.uint32))
+        return jnp.where(index < strata, first + start + drawn.astype(jnp.int32), jnp.int32(-1))
+
     def _fill(self, allowed: np.ndarray, start: int, layer: int = 0) -> None:
         mark_fixed(allowed, start, local=self.local, anchors=self.anchors)
-        tiles = np.arange(start // self.tile, -(-(start + len(allowed)) // self.tile), dtype=np.int32)
-        for tile, keys in zip(tiles.tolist(), np.asarray(_lists(self, tiles, np.int32(layer)))):
+        key = jax.random.key(self.seed, impl="threefry2x32")
+        for tile in range(start // self.tile, -(-(start + len(allowed)) // self.tile)):
+            # Seeds differ in the key alone, so that all of them share one compiled program.
+            keys = np.asarray(_list(self.replace(seed=0), key, np.int32(tile), np.int32(layer)))
             rows = slice(max(tile * self.tile - start, 0), (tile + 1) * self.tile - start)
             allowed[rows, keys[keys >= 0]] = True
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _lists(geometry: BlockSharedGeometry, tiles: Array, layer: Array) -> Array:
-    """The lists of many tiles, int32 [tiles, r]."""
-    return jax.vmap(geometry.samples, in_axes=(0, None))(tiles, layer)
+def _list(geometry: BlockSharedGeometry, key: PRNGKey, tile_index: Array, layer: Array) -> Array:
+    """The list of one tile, int32 [r]."""
+    return geometry._keys(geometry._draw(key, tile_index, layer))
 
 
 def _multiply_high(a: Array, b: Array) -> Array:
