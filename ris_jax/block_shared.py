@@ -20,7 +20,8 @@ import numpy as np
 
 from plga_jax.array_types import Array, PRNGKey
 from ris_jax.density import causal_pairs
-from ris_jax.geometry import Geometry, fit_share, mark_fixed, pack_rows
+from ris_jax.geometry import Geometry, fit_share
+from ris_jax.packed import mark_fixed, pack_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

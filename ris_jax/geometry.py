@@ -19,7 +19,6 @@ keeps its own convention: `local` keys *before* the query, so one key more.
 
 import abc
 import dataclasses
-import functools
 import hashlib
 import json
 import operator
@@ -29,10 +28,9 @@ from typing import ClassVar, Self
 import numpy as np
 
 from ris_jax.density import ExpectedUnion, expected_union, fixed_keys, union_probability
-from ris_jax.streams import MAX_PERMUTATION, Stream, outputs_per_integer
-
-_SCRATCH = 2**22
-"""Bytes of unpacked rows held at a time."""
+from ris_jax.mask_stream import MaskStream
+from ris_jax.packed import pack_rows, unpack_rows
+from ris_jax.streams import MAX_PERMUTATION
 
 _LARGEST_MASK = 2**14
 """Longest window whose whole mask is handed out as one array (256 MiB)."""
@@ -219,56 +217,6 @@ class Geometry(abc.ABC):
             limits = f"at least {low}" if high is None else f"within {low} … {high}"
             raise ValueError(f"{name} = {given!r} must be {limits}.")
         object.__setattr__(self, name, value)
-
-
-def pack_rows(length: int, start: int, stop: int, fill: Callable[[np.ndarray, int], None]) -> np.ndarray:
-    """Packs rows that are made a few at a time, and takes later keys out of them.
-
-    Args:
-        length: T.
-        start: first row.
-        stop: exclusive end.
-        fill: marks keys in bool [rows, T], given the first of its rows; called in order.
-
-    Returns:
-        uint8 [stop - start, ceil(T/8)].
-    """
-    packed = np.empty((stop - start, -(-length // 8)), np.uint8)
-    step = max(1, _SCRATCH // length)
-    for first in range(start, stop, step):
-        allowed = np.zeros((min(step, stop - first), length), bool)
-        fill(allowed, first)
-        for row, line in enumerate(allowed, first):
-            line[row + 1 :] = False
-        packed[first - start :][: len(allowed)] = np.packbits(allowed, axis=1)
-    return packed
-
-
-def unpack_rows(packed: np.ndarray, length: int) -> np.ndarray:
-    """The bits of packed rows.
-
-    Args:
-        packed: uint8 [rows, ceil(T/8)].
-        length: T.
-
-    Returns:
-        bool [rows, T].
-    """
-    return np.unpackbits(packed, axis=1, count=length).view(bool)
-
-
-def mark_fixed(allowed: np.ndarray, start: int, *, local: int, anchors: int) -> None:
-    """Marks the window and the anchors of some rows.
-
-    Args:
-        allowed: bool [rows, T], changed in place.
-        start: the first of the rows.
-        local: keys of the window, the row itself included.
-        anchors: keys at the start.
-    """
-    allowed[:, :anchors] = True
-    for row, line in enumerate(allowed, start):
-        line[max(0, row + 1 - local) : row + 1] = True
 
 
 def fit_share(make: Callable[[int], Geometry], share: float, *, low: int, high: int) -> Geometry:
@@ -483,137 +431,3 @@ class PublishedGeometry(Geometry):
             stream.seek(row)
             lists[row] = np.flatnonzero(unpack_rows(stream.take(1), self.length)[0])
         return [lists[row] for row in rows.tolist()]
-
-
-class MaskStream:
-    """Walks along the rows of a `PublishedGeometry` with its S generators alive. Mutable.
-
-    It holds 2.5 KB per seed and, in the structural mode, 8 bytes per seed and position, whatever the number of rows.
-    """
-
-    def __init__(self, geometry: PublishedGeometry, row: int = 0):
-        """Seeds the generators and skips to a row.
-
-        Args:
-            geometry: what to walk along.
-            row: where to begin, 0 … T.
-
-        Raises:
-            ValueError: a row outside of 0 … T.
-        """
-        self.geometry = geometry
-        self._cliques = _cliques(geometry.base_seed, geometry.seeds, geometry.length, geometry.block_size)
-        self._restart()
-        self.seek(row)
-
-    @property
-    def row(self) -> int:
-        """The row that comes next."""
-        return self._row
-
-    def seek(self, row: int) -> None:
-        """Goes to a row: forward by skipping, backward by seeding anew.
-
-        Args:
-            row: 0 … T.
-
-        Raises:
-            ValueError: a row outside of 0 … T.
-        """
-        if not 0 <= row <= self.geometry.length:
-            raise ValueError(f"row = {row} must be within 0 … {self.geometry.length}.")
-        if row < self._row:
-            self._restart()
-        outputs = (row - self._row) * self.geometry.num_samples * outputs_per_integer(self.geometry.length)
-        for stream in self._streams:
-            stream.skip(outputs)
-        self._row = row
-
-    def take(self, rows: int) -> np.ndarray:
-        """The mask of the next rows.
-
-        Args:
-            rows: how many.
-
-        Returns:
-            uint8 [rows, ceil(T/8)].
-
-        Raises:
-            ValueError: more rows than are left.
-        """
-        self._check_left(rows)
-        return pack_rows(self.geometry.length, self._row, self._row + rows, self.fill)
-
-    def samples(self, rows: int) -> np.ndarray:
-        """What the seeds give the next rows, as it is drawn: unsorted, with repetition, later keys included.
-
-        Args:
-            rows: how many.
-
-        Returns:
-            int32 [rows, S·(B+n)]: seed by seed, the members of the clique, then the samples; -1 where the last clique
-            has no member.
-
-        Raises:
-            ValueError: more rows than are left.
-        """
-        self._check_left(rows)
-        keys = np.concatenate(list(self._draw(rows)), axis=1)
-        return np.where(keys == self.geometry.length, -1, keys).astype(np.int32)
-
-    def fill(self, allowed: np.ndarray, start: int) -> None:
-        """Marks the keys of the next rows, later ones included.
-
-        Args:
-            allowed: bool [rows, T], all False; changed in place.
-            start: the first of the rows; must be the row that comes next.
-        """
-        geometry = self.geometry
-        # One column more, for the members that the last clique lacks.
-        width = geometry.length + 1
-        marked = np.zeros((len(allowed), width), bool)
-        offsets = (np.arange(len(allowed)) * width)[:, None]
-        for keys in self._draw(len(allowed)):
-            marked.reshape(-1)[(keys + offsets).reshape(-1)] = True
-        np.copyto(allowed, marked[:, :-1])
-        mark_fixed(allowed, start, local=geometry.local + 1, anchors=geometry.anchors)
-
-    def _draw(self, rows: int) -> Iterator[np.ndarray]:
-        """Keys [rows, count], a clique and a draw for each seed in turn; key T stands for none."""
-        T, n = self.geometry.length, self.geometry.num_samples
-        span = slice(self._row, self._row + rows)
-        self._row += rows
-        for stream, (block_of, members) in zip(self._streams, self._cliques):
-            if members.size:
-                yield members[block_of[span]]
-            yield stream.integers(T, rows * n).reshape(rows, n)
-
-    def _restart(self) -> None:
-        geometry = self.geometry
-        self._row = 0
-        self._streams = [Stream(geometry.base_seed + seed) for seed in range(geometry.seeds)]
-        if geometry.block_size:
-            for stream in self._streams:
-                stream.skip(geometry.length - 1)  # the permutation, which `_cliques` holds
-
-    def _check_left(self, rows: int) -> None:
-        left = self.geometry.length - self._row
-        if not 0 <= rows <= left:
-            raise ValueError(f"{rows} rows were asked for, but {left} are left after row {self._row}; seek first.")
-
-
-@functools.lru_cache(maxsize=2)
-def _cliques(base_seed: int, seeds: int, length: int, block: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """For each seed: the block of each position, int32 [T], and the members of each block, int32 [blocks, B]."""
-    if not block:
-        return ((np.empty(0, np.int32), np.empty((0, 0), np.int32)),) * seeds
-    blocks = -(-length // block)
-    cliques = []
-    for seed in range(base_seed, base_seed + seeds):
-        order = Stream(seed).permutation(length)
-        block_of = np.empty(length, np.int32)
-        block_of[order] = np.arange(length, dtype=np.int32) // np.int32(block)
-        members = np.full(blocks * block, length, np.int32)
-        members[:length] = order
-        cliques.append((block_of, members.reshape(blocks, block)))
-    return tuple(cliques)

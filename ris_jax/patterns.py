@@ -6,7 +6,8 @@ from typing import ClassVar
 import numpy as np
 
 from ris_jax import density
-from ris_jax.geometry import Geometry, mark_fixed
+from ris_jax.geometry import Geometry
+from ris_jax.packed import mark_fixed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,9 @@ import pytest
 
 from ris_jax import density
 from ris_jax.block_shared import BlockSharedGeometry
-from ris_jax.geometry import Geometry, MaskStream, PublishedGeometry, fit_share, unpack_rows
+from ris_jax.geometry import Geometry, PublishedGeometry, fit_share
+from ris_jax.mask_stream import MaskStream
+from ris_jax.packed import unpack_rows
 from ris_jax.patterns import DenseGeometry, RandomBlockGeometry, StridedGeometry, WindowGeometry
 
 

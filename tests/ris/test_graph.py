@@ -6,8 +6,9 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from ris_jax.geometry import MaskStream, PublishedGeometry
+from ris_jax.geometry import PublishedGeometry
 from ris_jax.graph import recall_star
+from ris_jax.mask_stream import MaskStream
 
 # Blocks of 6 leave the last with 5 members: its rows draw a -1, which the published export made a node of.
 GEOMETRY = PublishedGeometry(mode="structural", length=65, seeds=3, density=0.05, local=4, anchors=2)
