@@ -1,4 +1,4 @@
-"""Text to token ids and back: raw bytes, or a SentencePiece model, behind one protocol.
+"""Text to token ids and back: raw bytes, a SentencePiece model, or those of `tokenizers_hf`, behind one protocol.
 
 Ids are laid out as in the published vocabulary: 0 [PAD], 1 [UNK], 2 [START], 3 [END], 4 [SEP], 5 [CLS], then the 256
 bytes. `encode` adds no special ids; whoever makes documents appends `eos_id` to each.
@@ -202,7 +202,7 @@ class _PieceStream:
     to characters), but no further back than to the last tokens that gave whole text.
     """
 
-    def __init__(self, tokenizer: SentencePieceTokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._settled: list[int] = []
         self._pending: list[int] = []
@@ -235,7 +235,10 @@ def tokenizer_from_config(config: dict[str, Any], path: str | os.PathLike[str] |
     Raises:
         ValueError: when the kind is unknown, the file is missing, or it is not the recorded one.
     """
-    kinds = {kind.name: kind for kind in (ByteTokenizer, SentencePieceTokenizer)}
+    # Imported here: it builds on this module.
+    from plga_jax.tokenizers_hf import HFTokenizer
+
+    kinds = {kind.name: kind for kind in (ByteTokenizer, SentencePieceTokenizer, HFTokenizer)}
     kind = kinds.get(config.get("name"))
     if kind is None:
         raise ValueError(f"unknown tokenizer {config.get('name')!r}; known are {sorted(kinds)}")
