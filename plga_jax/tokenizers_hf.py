@@ -91,7 +91,7 @@ class HFTokenizer:
 
         Args:
             path: of the file or its folder.
-            eos_id: the id that ends a text; None takes the one that `tokenizer_config.json` names.
+            eos_id: the id that ends a text, where `tokenizer_config.json` names none.
 
         Returns:
             The tokenizer.
@@ -113,8 +113,9 @@ class HFTokenizer:
             raise ValueError(f"{path} is no tokenizer of the `tokenizers` library, or is damaged ({error})") from None
         config = _read_json(path.with_name("tokenizer_config.json"))
         named = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        ids = {name: tokenizer.token_to_id(text) for name, text in named.items() if text is not None}
-        eos_id = ids.get("eos_token") if eos_id is None else eos_id
+        named = {name: text for name, text in named.items() if text is not None}
+        ids = {name: token for name, text in named.items() if (token := tokenizer.token_to_id(text)) is not None}
+        eos_id = ids.get("eos_token", eos_id)
         if eos_id is None:
             raise ValueError(f"nothing beside {path} names the token that ends a text; give eos_id=")
         before = tokenizer.encode("", add_special_tokens=True).ids
@@ -126,7 +127,7 @@ class HFTokenizer:
             pad_id=ids.get("pad_token"),
             bos_id=before[0] if before and before[0] == ids.get("bos_token") else None,
             template=_template(path, config),
-            template_tokens={name: text for name, text in named.items() if text is not None},
+            template_tokens=named,
         )
 
     @classmethod

@@ -47,10 +47,10 @@ def load_tokenizer(name: str | os.PathLike | None = None) -> HFTokenizer:
         name: as for `load_any`.
 
     Returns:
-        The tokenizer. The id that ends a text is the one that the tokenizer's own files name.
+        The tokenizer.
 
     Raises:
-        ValueError: nothing is there, or it names no such id.
+        ValueError: nothing is there, or it does not name the id that ends a text.
     """
     path = resolve(name)
     return HFTokenizer.from_gguf(path) if path.is_file() else HFTokenizer.from_path(path)

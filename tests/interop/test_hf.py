@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from plga_jax.interop import hf_files
-from plga_jax.interop.decoder_tensors import tensors_from_decoder
+from plga_jax.interop.decoder_tensors import decoder_from_tensors, tensors_from_decoder
 from plga_jax.interop.hf import config_from_hf, config_to_hf, load_decoder, save_decoder
 from plga_jax.models.decoder import Decoder
 from plga_jax.models.decoder_config import DecoderConfig
@@ -333,8 +333,6 @@ class TestOptions:
 
 def test_tensors_are_asked_for_once():
     """So that a mapping may dequantise on demand."""
-    from plga_jax.interop.decoder_tensors import decoder_from_tensors
-
     model = _model("llama_biased")
     asked = []
 
