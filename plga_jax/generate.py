@@ -137,7 +137,7 @@ def stream(
     Arguments are checked at the call, not at the first step.
     """
     config = model.config
-    model = _for_decoding(model)
+    model = for_decoding(model)
     prompts = [np.asarray(prompt) for prompt in prompts]
     lengths = _check(config, prompts, max_new_tokens, cache, seed)
     sampling = sampling or SamplingConfig(greedy=True)
@@ -232,8 +232,15 @@ def _draw(logits: Array, stop_ids: Array, rows: _Rows, sampling: SamplingConfig)
     return jnp.where(rows.active, drawn, -1), logits, after
 
 
-def _for_decoding(model):
-    """The same model, on CPU with layers in arrays of their own where reading their weights is what a token costs."""
+def for_decoding(model):
+    """The same model, on CPU with layers in arrays of their own where reading their weights is what a token costs.
+
+    Args:
+        model: any; one without `unstacked` is returned as it is.
+
+    Returns:
+        A model for single tokens.
+    """
     if jax.default_backend() != "cpu" or not hasattr(model, "unstacked") or model.num_parameters < _UNSTACK_FROM:
         return model
     return model.unstacked()
