@@ -1,7 +1,8 @@
 """What every binary of this folder shares: flags that fail in one line, errors without tracebacks."""
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from absl import app, flags, logging
 
@@ -11,18 +12,19 @@ USER_ERRORS = (ValueError, OSError, FloatingPointError)
 """What wrong input raises: bad values, missing or unreadable files, training that diverged."""
 
 
-def run(main: Callable[[], int | None]) -> None:
+def run(main: Callable[[], int | None], *, many: Collection[str] = ()) -> None:
     """Parses the flags, runs `main` and exits.
 
     Args:
         main: takes nothing, since there are no positional arguments; its result is the exit code,
             None being 0.
+        many: flags that may be repeated and then take several values at once: --name a b c.
 
     Bad flags, unknown arguments and `USER_ERRORS` end with one line on stderr and exit code 2.
     `--help` prints the docstring of the program and its flags.
     """
     logging.set_verbosity(logging.WARNING)
-    app.run(lambda argv: _guarded(main, argv), flags_parser=_parse)
+    app.run(lambda argv: _guarded(main, argv), flags_parser=lambda argv: _parse(_spread(argv, many)))
 
 
 def fail(message: str) -> None:
@@ -39,6 +41,22 @@ def _parse(argv: Sequence[str]) -> list[str]:
         return flags.FLAGS(argv)
     except flags.Error as error:
         fail(f"{error} (--help lists the flags)")
+
+
+def _spread(argv: Sequence[str], many: Collection[str]) -> list[str]:
+    """Repeats the name of a flag that takes several values before each of them."""
+    spread, name = [], None
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue="-"):
+        if name is not None and not argument.startswith("-"):
+            spread.append(f"--{name}={argument}")
+            continue
+        flag, given, _ = argument.partition("=")
+        name = flag.lstrip("-") if flag.startswith("-") and flag.lstrip("-") in many else None
+        if name is None or given:
+            spread.append(argument)
+        elif following.startswith("-"):
+            spread.append(f"--{name}=")  # No value at all: not the next flag's name, which absl would take for one.
+    return spread
 
 
 def _guarded(main: Callable[[], int | None], argv: Sequence[str]) -> int | None:

@@ -12,6 +12,7 @@ PROGRAM = '''"""Divides by --by.
 from absl import flags
 from experiments.cli import run
 
+WITH = flags.DEFINE_multi_string("with", [], "Words.")
 BY = flags.DEFINE_integer("by", 1, "Divisor.")
 
 def main():
@@ -22,9 +23,9 @@ def main():
         raise RuntimeError("a bug")
     if BY.value == 9:
         open("/no/such/file")
-    print(12 // BY.value)
+    print(12 // BY.value, *WITH.value)
 
-run(main)
+run(main, many=["with"])
 '''
 
 
@@ -75,3 +76,23 @@ def test_help(tmp_path):
     done = call(tmp_path, "--help")
     assert done.returncode == 0 and done.stderr == ""
     assert "python -m example --by=2" in done.stdout and "--by: Divisor." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [
+        (["--with", "a", "b=1", "--by=6"], "2 a b=1"),
+        (["--with=a", "b", "--by", "6", "--with", "c"], "2 a b c"),
+        (["--with=a,b", "-with", "c"], "12 a,b c"),
+        (["--with", "--by=6"], "2 "),
+    ],
+)
+def test_a_flag_of_many_values(tmp_path, arguments, output):
+    done = call(tmp_path, *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (0, output + "\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--by", "6", "x"], ["--with", "a", "--by", "6", "x"], ["x", "--with", "a"]])
+def test_other_flags_take_one_value(tmp_path, arguments):
+    done = call(tmp_path, *arguments)
+    assert done.returncode == 2 and "unexpected argument 'x'" in done.stderr
