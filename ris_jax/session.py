@@ -114,28 +114,31 @@ class Session:
         self._start: Mark | None = None
         self._running: Iterator[str] | None = None
 
-    def open(self, paths: Sequence[str | os.PathLike]) -> Plan:
+    def open(self, paths: Sequence[str | os.PathLike], questions: Sequence[str] = ()) -> Plan:
         """Takes documents, cuts what does not fit, and says what reading them will take.
 
         Args:
             paths: text files, or folders of them.
+            questions: that will be asked, to keep room for the longest.
 
         Returns:
             The plan.
 
         Raises:
-            ValueError: nothing to read, or a window that cannot be had.
+            ValueError: nothing to read, a window that cannot be had, or a question that is empty.
         """
         self.cancel()
         head, tail = self._layout.frame(self.config.system)
         documents = read_documents(paths, self._tokenizer)
-        room = self.config.question_room + self.config.max_new_tokens
+        longest = max((len(self._layout.turn(question, first=True)) for question in questions), default=0)
+        question_room = max(self.config.question_room, longest)
+        room = question_room + self.config.max_new_tokens
         frame = len(head) + len(tail)
         window = self._window(frame + len(documents.ids) + room)
         if window - room - frame < 1:
             raise ValueError(
                 f"A window of {window} tokens has no room for documents: {frame} tokens of rules, "
-                f"{self.config.question_room} for the question and {self.config.max_new_tokens} for the answer "
+                f"{question_room} for the question and {self.config.max_new_tokens} for the answer "
                 f"leave {window - room - frame}; widen it, or ask for fewer new tokens."
             )
         documents = documents.cut(window - room - frame)
@@ -164,10 +167,7 @@ class Session:
         """
         if self.plan is None:
             raise ValueError("No documents are opened; call open first.")
-        if self._reader.lost:
-            self._reader.clear()
-            self._start, self._conversation = None, []
-            self._tell("The cache was lost when an earlier step failed: the documents are read again.")
+        self._recover()
         if self._start is not None:
             return Reading(source="memory", num_tokens=len(self._ids), seconds=0.0)
         begun, source = time.perf_counter(), "store"
@@ -280,7 +280,7 @@ class Session:
         config = self._model.config
         itemsize = self._reader.kv_dtype.itemsize
         cost = {"sizes": config, "length": len(self._ids), "cache_itemsize": itemsize}
-        ranking = getattr(geometry, "ranking_share", lambda: 0.0)()
+        ranking = geometry.ranking_share(config.num_layers, config.num_kv_heads) if geometry.kind == "probe" else 0.0
         return Plan(
             files=documents.files,
             num_tokens=len(self._ids),
@@ -300,6 +300,12 @@ class Session:
         with tqdm(total=len(self._ids), initial=self._reader.length, **shown) as bar:
             if rest.size:
                 self._reader.read(rest, progress=bar.update)
+
+    def _recover(self) -> None:
+        if self._reader.lost:
+            self._reader.clear()
+            self._start, self._conversation = None, []
+            self._tell("The cache was lost when an earlier step failed: the documents are read again.")
 
     def _key(self) -> PrefillKey:
         if not hasattr(self, "_weights"):
@@ -338,18 +344,22 @@ class Session:
             self._tell(f"What was read cannot be kept in {self.store.folder}: {error.strerror or error}.")
 
     def _begin(self, question: str, config: AnswerConfig, *, keep: bool) -> Iterator[str]:
-        self.read()
+        if self.plan is None:
+            raise ValueError("No documents are opened; call open first.")
+        self._recover()
         ids = self._layout.turn(question, first=not self._conversation)
         if self._conversation and len(ids) + self.config.max_new_tokens > self._reader.room:
             self.reset()
             self._tell("The window is full: the conversation is forgotten, the documents are not.")
             ids = self._layout.turn(question, first=True)
-        if len(ids) + self.config.max_new_tokens > self._reader.room:
+        room = self._reader.room if self._conversation else self._reader.capacity - len(self._ids)
+        if len(ids) + self.config.max_new_tokens > room:
             raise ValueError(
                 f"The question has {len(ids)} tokens and the answer up to {self.config.max_new_tokens}, but the window "
-                f"of {self._reader.capacity} has room for {self._reader.room} beside the documents; shorten the "
-                "question, ask for fewer new tokens, or widen the window."
+                f"of {self._reader.capacity} has room for {room} beside the documents; shorten the question, ask for "
+                "fewer new tokens, or widen the window."
             )
+        self.read()
         self._running = self._turn(question, ids, config, keep)
         return self._running
 

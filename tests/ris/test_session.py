@@ -424,11 +424,20 @@ class TestRoom:
 
     def test_a_question_longer_than_its_room(self, make):
         session = make(window=None)
-        expected = answer(session, "Who?")
         room = 1024 - len(document_ids(session))
         with pytest.raises(ValueError, match=rf"question has \d+ tokens .* up to 8, .* of 1024 has room for {room} "):
             session.ask("x" * 900)
-        assert answer(session, "Who?") == expected
+        assert session.reading is None, "nothing should have been read for it"
+        assert answer(session, "Who?")
+
+    def test_a_question_known_ahead_gets_its_room(self, make, files):
+        session = make(open_files=False)
+        plan = session.open(files, questions=["x" * 200, "Who?"])
+        assert plan.window - plan.num_tokens == len(layout(TOKENIZER).turn("x" * 200, first=True)) + 8
+        assert plan.lost > 0 and session.reading is None
+        assert answer(session, "x" * 200) and answer(session, "Who?")
+        with pytest.raises(ValueError, match="question is empty"):
+            session.open(files, questions=[" "])
 
     @pytest.mark.parametrize(
         ("changes", "message"),
