@@ -24,6 +24,10 @@ from ris_jax.geometry import Geometry
 from ris_jax.store import Layers
 
 _SMALLEST_PIECE = 64
+_EVERY = 64
+
+_ANY_BLOCK = 1 << 20
+"""More tokens than any block of keys that a cache is made of."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,9 +144,9 @@ class Reader:
             for start in range(0, tokens.size, self.chunk):
                 piece = tokens[start : start + self.chunk]
                 last = start + piece.size == tokens.size
+                self._cache = self._held.ready(self._length, self._length + piece.size)
                 with self._lent() as lent:
-                    cache = lent.cache.ready(self._length, self._length + piece.size)
-                    found, lent.cache = _read(self._model, *self._padded(piece), cache, logits=logits and last)
+                    found, lent.cache = _read(self._model, *self._padded(piece), lent.cache, logits=logits and last)
                 self._length += piece.size
                 if progress is not None:
                     # Waiting costs nothing on a device that is busy anyway, and makes the rate shown a true one.
@@ -160,8 +164,8 @@ class Reader:
         seen: np.ndarray,
         max_new_tokens: int,
         stop_ids: Collection[int] = (),
-        policy: str = "frozen",
-        every: int = 64,
+        policy: str | None = None,
+        every: int | None = None,
     ) -> Iterator[int]:
         """Continues what was read, token by token.
 
@@ -172,8 +176,9 @@ class Reader:
             seen: bool [V], tokens that a repetition penalty applies to; those drawn are added.
             max_new_tokens: the most tokens to draw, at most `room`.
             stop_ids: drawing one of these is the end.
-            policy: when the far keys that are attended to are chosen; see `anchor.respond`.
-            every: tokens from one choice to the next.
+            policy: when far keys are chosen, one of `anchor.POLICIES`. None is "refresh" at the geometry's own strides
+                where it has such, else "frozen", as published.
+            every: tokens from one choice to the next, for "refresh"; None is the geometry's strides, or 64.
 
         Yields:
             Token ids, a stop id included. Once the next one is asked for, a token is in the cache, the last one too,
@@ -185,7 +190,8 @@ class Reader:
         """
         if not 1 <= max_new_tokens <= self.room:
             raise ValueError(f"max_new_tokens = {max_new_tokens} must be within 1 … {self.room}, the room left.")
-        lent = _Lent(cache=anchor.respond(self._taken(), policy=policy, every=every, room=max_new_tokens))
+        lent = _Lent(cache=self._responding(policy, every, max_new_tokens))
+        self._cache = None
         try:
             seen = jnp.asarray(seen)[None]
             token, seen = _draw(logits[None], seen, jax.random.fold_in(key, 0), sampling)
@@ -201,7 +207,10 @@ class Reader:
                     self._length += 1
         finally:
             if lent.cache is not None:
-                self._cache = lent.cache.close()
+                closed = lent.cache.close()
+                # What is read next follows the geometry again, not the strides of the answer.
+                follows = {"geometry": self.geometry} if hasattr(closed, "geometry") else {}
+                self._cache = dataclasses.replace(closed, **follows)
 
     def save(self) -> dict[str, np.ndarray | Layers]:
         """The cache as arrays for a store, cut to what is filled and fetched layer by layer.
@@ -240,7 +249,9 @@ class Reader:
                     leaves[index] = _put(leaves[index], stored[layer], layer)
             cache = structure.unflatten(leaves)
             mark = cache.mark()
-            stored = [jnp.asarray(arrays[f"mark/{name}"]) for name in _named(mark)]
+            stored = [jnp.array(arrays[f"mark/{name}"]) for name in _named(mark)]
+            if [(x.shape, x.dtype) for x in stored] != [(x.shape, x.dtype) for x in jax.tree.leaves(mark)]:
+                raise ValueError("other shapes")
             self._cache = cache.rewind(jax.tree.unflatten(jax.tree.structure(mark), stored))
         except (KeyError, TypeError, ValueError) as error:
             self.clear()
@@ -269,12 +280,19 @@ class Reader:
         yield lent
         self._cache = lent.cache
 
+    def _responding(self, policy: str | None, every: int | None, room: int):
+        cache = self._held
+        if hasattr(cache, "respond"):
+            return cache.respond(policy=policy or "refresh", every=every)
+        return anchor.respond(cache, policy=policy or "frozen", every=every or _EVERY, room=room)
+
     def _opened(self, capacity: int):
         return attend.open_cache(self.geometry, self._model.config, capacity=capacity, dtype=self.kv_dtype)
 
     def _growing(self) -> dict[str, int]:
         """Names of a fresh cache's arrays that grow with its capacity -> the axis that does."""
-        small, large = (_named(jax.eval_shape(lambda c=c: self._opened(c))) for c in (self.capacity, 2 * self.capacity))
+        capacities = self.capacity, self.capacity + _ANY_BLOCK
+        small, large = (_named(jax.eval_shape(lambda c=capacity: self._opened(c))) for capacity in capacities)
         axes = {name: [a != b for a, b in zip(small[name].shape, large[name].shape)] for name in small}
         return {name: differs.index(True) for name, differs in axes.items() if any(differs)}
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from plga_jax.ops.sampling import SamplingConfig
+from ris_jax.anchor import POLICIES
 from ris_jax.geometry import Geometry
 from ris_jax.prompts import SYSTEM
 from ris_jax.stop import StopStrings, TopicStop
@@ -25,8 +26,9 @@ class SessionConfig:
             documents are cut instead.
         chunk: tokens read at once.
         kv_dtype: of keys and values; None takes the compute dtype.
-        anchors: when a response chooses its far keys: "frozen" once, "refresh" every `refresh` tokens, "own" for each.
-        refresh: see there.
+        anchors: when an answer chooses its far keys: "frozen" once, "refresh" every `refresh` tokens, "own" for each;
+            None as the geometry would have it, see `Reader.draw`.
+        refresh: tokens; None is the geometry's strides, or 64.
         question_room: tokens kept free for a question, or for a conversation.
         max_new_tokens: tokens kept free for an answer.
         system: the rules that the model is given.
@@ -37,8 +39,8 @@ class SessionConfig:
     rope: str = "yarn"
     chunk: int = 1024
     kv_dtype: str | None = None
-    anchors: str = "frozen"
-    refresh: int = 64
+    anchors: str | None = None
+    refresh: int | None = None
     question_room: int = 512
     max_new_tokens: int = 512
     system: str = SYSTEM
@@ -51,6 +53,8 @@ class SessionConfig:
         """
         if self.rope not in ROPES:
             raise ValueError(f"rope = {self.rope!r} is unknown; choose one of {', '.join(ROPES)}.")
+        if self.anchors not in (None, *POLICIES):
+            raise ValueError(f"anchors = {self.anchors!r} is unknown; choose one of {', '.join(POLICIES)}.")
         for name in ("window", "chunk", "refresh", "question_room", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
