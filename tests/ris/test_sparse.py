@@ -1,0 +1,173 @@
+"""The sparse cache against a dense oracle that is told which blocks were chosen."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plga_jax.models.decoder import Decoder
+from plga_jax.models.decoder_config import DecoderConfig
+from ris_jax.block_shared import BlockSharedGeometry
+from ris_jax.probe import ProbeGeometry
+from ris_jax.sparse import SparseCache
+
+CONFIG = DecoderConfig(
+    vocab_size=40, num_layers=3, num_heads=6, num_kv_heads=2, head_width=8, model_width=24, hidden_width=32,
+    context=256, param_dtype="float64", compute_dtype="float64",
+)  # fmt: skip
+T = 75
+GEOMETRY = ProbeGeometry(
+    length=96, local=9, anchors=3, block=4, blocks=3, stride=8, recall=((0, 1), (2, 0), (2, 1)), recall_stride=1
+)
+
+
+@pytest.fixture
+def model(x64):
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    # Embeddings of deviation 1 and larger maps, so that attention is uneven and blocks differ.
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda x: 3 * x if x.ndim > 2 else x, state))
+
+
+@pytest.fixture
+def tokens(x64):
+    return jnp.asarray(np.random.default_rng(0).integers(0, 40, (1, T)), jnp.int32)
+
+
+def read(model, tokens, cache, chunks, segments=None):
+    extend = jax.jit(lambda m, t, c, s: m.extend(t, c, segment_ids=s))
+    logits, start = [], 0
+    for size in chunks:
+        part = None if segments is None else segments[:, start : start + size]
+        found, cache = extend(model, tokens[:, start : start + size], cache, part)
+        logits.append(found)
+        start += size
+    return jnp.concatenate(logits, axis=1), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """Dense attention with the mask that the geometry's words describe, made row by row in NumPy."""
+
+    geometry: ProbeGeometry
+
+    def __call__(self, layer, q, k, v):
+        geometry = self.geometry
+        T, N, H = q.shape
+        K = k.shape[1]
+        scores = np.einsum("tkgh,skh->kgts", q.reshape(T, K, N // K, H), k) * H**-0.5
+        causal = np.tril(np.ones((T, T), bool))
+        out, pairs = np.zeros((T, K, N // K, H)), np.zeros(K)
+        for head in range(K):
+            stride = geometry.recall_stride if (layer, head) in geometry.recall else geometry.stride
+            for t in range(T):
+                probe = t - t % stride
+                wanted = {}
+                seen = np.where(causal[probe], scores[head, :, probe], -np.inf)
+                relative = (seen - seen.max(-1, keepdims=True)).max(0)
+                for block in range(probe // geometry.block + 1):
+                    keys = np.arange(block * geometry.block, min((block + 1) * geometry.block, T))
+                    if keys[0] > probe + stride - 1 - geometry.local or keys[0] + geometry.block <= geometry.anchors:
+                        continue
+                    wanted[block] = relative[keys].max()
+                best = sorted(wanted, key=lambda b: -wanted[b])[: int(geometry.chosen(np.int64(probe)))]
+                s = np.arange(T)
+                meet = (s <= t) & (
+                    (t - s < geometry.local) | (s < geometry.anchors) | np.isin(s // geometry.block, best)
+                )
+                pairs[head] += meet.sum()
+                p = np.exp(scores[head, :, t] - scores[head, :, t][:, meet].max(-1, keepdims=True)) * meet
+                out[t, head] = p / p.sum(-1, keepdims=True) @ v[:, head]
+        return out.reshape(T, N, H), pairs
+
+
+@pytest.mark.parametrize("changes", [{}, {"stride": 64, "density": 0.5}, {"recall": ()}, {"block": 8, "anchors": 0}])
+def test_reads_what_the_words_say(model, tokens, changes):
+    geometry = GEOMETRY.replace(**changes)
+    oracle = Oracle(geometry)
+    cache = SparseCache.open(geometry, CONFIG)
+    rng = np.random.default_rng(1)
+    slots, valid = jnp.arange(T, dtype=jnp.int32)[None], jnp.ones((1, T), bool)
+    for layer in range(3):
+        q, k, v = (rng.normal(size=(1, T, heads, 8)) for heads in (6, 2, 2))
+        cache = cache.append(layer, jnp.asarray(k), jnp.asarray(v), slots, valid)
+        out, cache = jax.jit(lambda c, q, i=layer: c.attend(i, q, slots, valid, None, scale=8**-0.5))(
+            cache, jnp.asarray(q)
+        )
+        expected, pairs = oracle(layer, q[0], k[0], v[0])
+        chex.assert_trees_all_close(out[0], expected, atol=1e-12)
+        chex.assert_trees_all_close(np.asarray(cache.pairs[layer, 0], np.float64), pairs)
+
+
+@pytest.mark.parametrize("chunks", [[1] * T, [7] * 10 + [5], [40, 35], [64, 1, 10]])
+@pytest.mark.parametrize("changes", [{}, {"stride": 64}, {"recall_stride": 4, "random": 1, "density": 0.4}])
+def test_chunks_change_nothing(model, tokens, chunks, changes):
+    geometry = GEOMETRY.replace(**changes)
+    whole, _ = read(model, tokens, SparseCache.open(geometry, CONFIG), [T])
+    parts, cache = read(model, tokens, SparseCache.open(geometry, CONFIG), chunks)
+    chex.assert_trees_all_close(parts, whole, atol=1e-10)
+    assert int(cache.length[0]) == T
+
+
+def test_later_tokens_change_nothing(model, tokens):
+    other = tokens.at[:, 50:].set((tokens[:, 50:] + 1) % 40)
+    a, _ = read(model, tokens, SparseCache.open(GEOMETRY, CONFIG), [T])
+    b, _ = read(model, other, SparseCache.open(GEOMETRY, CONFIG), [T])
+    chex.assert_trees_all_equal(a[:, :50], b[:, :50])
+    assert not np.allclose(a[:, 50:], b[:, 50:])
+
+
+def test_everything_chosen_is_dense(model, tokens):
+    geometry = GEOMETRY.replace(blocks=24)
+    found, cache = read(model, tokens, SparseCache.open(geometry, CONFIG), [T])
+    dense, _ = model(tokens)
+    chex.assert_trees_all_close(found, dense, atol=1e-10)
+    chex.assert_trees_all_close(cache.real_share(), jnp.ones(1), atol=1e-6)
+
+
+def test_batches_and_padding_change_nothing(model, tokens):
+    lengths = (T, 30, 51)
+    rows = [tokens[:, :n] for n in lengths]
+    singles = [read(model, row, SparseCache.open(GEOMETRY, CONFIG), [row.shape[1]])[0] for row in rows]
+    block, segments = np.zeros((3, T), np.int32), np.zeros((3, T), np.int32)
+    for i, (row, lead) in enumerate(zip(rows, (0, 4, 0))):
+        block[i, lead : lead + row.shape[1]], segments[i, lead : lead + row.shape[1]] = row[0], 1
+    together, cache = read(
+        model, jnp.asarray(block), SparseCache.open(GEOMETRY, CONFIG, batch=3), [40, 35], jnp.asarray(segments)
+    )
+    for i, single in enumerate(singles):
+        chex.assert_trees_all_close(together[i][segments[i] > 0], single[0], atol=1e-10)
+    chex.assert_trees_all_equal(cache.length, jnp.asarray(lengths, jnp.int32))
+
+
+def test_rewinding_is_exact(model, tokens):
+    extend = jax.jit(lambda m, t, c: m.extend(t, c), donate_argnums=2)
+    _, cache = extend(model, tokens[:, :45], SparseCache.open(GEOMETRY, CONFIG))
+    mark = cache.mark()
+    first, cache = extend(model, tokens[:, 45:], cache)
+    _, cache = extend(model, tokens[:, :9], cache.rewind(mark))
+    again, _ = extend(model, tokens[:, 45:], cache.rewind(mark))
+    chex.assert_trees_all_equal(again, first)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_shared_samples_equal_their_mask(model, tokens, block):
+    geometry = BlockSharedGeometry(length=T, budget=8, local=9, anchors=4, tile=16, block=block)
+    cache = SparseCache.open(geometry, CONFIG)
+    rng = np.random.default_rng(1)
+    slots, valid = jnp.arange(T, dtype=jnp.int32)[None], jnp.ones((1, T), bool)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, T, heads, 8))) for heads in (6, 2, 2))
+    cache = cache.append(1, k, v, slots, valid)
+    out, cache = cache.attend(1, q, slots, valid, None, scale=8**-0.5)
+    for head in range(2):
+        mask = np.unpackbits(geometry.rows(0, T, layer=2 + head), axis=1)[:, :T].astype(bool)
+        scores = jnp.where(
+            mask, jnp.einsum("tgh,sh->gts", q[0, :, 3 * head : 3 * head + 3], k[0, :, head]) * 8**-0.5, -jnp.inf
+        )
+        expected = jnp.einsum("gts,sh->tgh", jax.nn.softmax(scores, -1), v[0, :, head])
+        chex.assert_trees_all_close(out[0, :, 3 * head : 3 * head + 3], expected, atol=1e-12)
+        assert int(cache.pairs[1, 0, head]) == mask.sum()
