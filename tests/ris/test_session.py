@@ -20,11 +20,14 @@ from plga_jax.models.decoder_config import DecoderConfig
 from plga_jax.ops.rope_scaling import RopeConfig
 from plga_jax.ops.sampling import SamplingConfig
 from ris_jax import reader as reader_module
+from ris_jax.block_shared import BlockSharedGeometry
+from ris_jax.geometry import PublishedGeometry
 from ris_jax.patterns import DenseGeometry, WindowGeometry
+from ris_jax.probe import ProbeGeometry
 from ris_jax.prompts import layout
 from ris_jax.session import Session, with_config
 from ris_jax.session_config import AnswerConfig, SessionConfig
-from ris_jax.store import PrefillStore
+from ris_jax.store import Layers, PrefillStore
 from tests.ris.chat_tokenizer import END, ToyChatTokenizer
 
 TOKENIZER = ToyChatTokenizer()
@@ -129,8 +132,61 @@ def test_the_answer_is_the_models(model, make):
     assert turn.answer_tokens == 8 and turn.question_tokens == len(layout(TOKENIZER).turn("Who?", first=True))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100, 1000])
-def test_no_chunk_size_changes_the_answer(make, chunk):
+GEOMETRIES = {
+    "dense": CONFIG.geometry,
+    "window": lambda window: WindowGeometry(length=window, local=24, anchors=4),
+    "stochastic": lambda window: PublishedGeometry(length=window, local=16, anchors=4, seeds=2),
+    "block_shared": lambda window: BlockSharedGeometry(length=window, budget=32, local=16, anchors=8, tile=16, block=8),
+    "probe": lambda window: ProbeGeometry(length=window, local=16, anchors=8, block=8, blocks=3, stride=4),
+}
+
+
+@pytest.mark.parametrize("kind", GEOMETRIES)
+class TestEveryGeometry:
+    @pytest.mark.parametrize("chunk", [7, 100])
+    def test_no_chunk_size_changes_the_answer(self, make, kind, chunk):
+        geometry = GEOMETRIES[kind]
+        assert answer(make(geometry=geometry, chunk=chunk), "Who?") == answer(make(geometry=geometry), "Who?")
+
+    def test_what_was_undone_leaves_no_trace(self, make, kind):
+        fresh, session = (make(geometry=GEOMETRIES[kind]) for _ in range(2))
+        expected = [answer(fresh, question, chat=True) for question in ("Who?", "And then?")]
+        for question in ("Else?", "Where, and when, and with whom?"):
+            answer(session, question, chat=True)
+        session.undo(), session.undo()
+        assert [answer(session, question, chat=True) for question in ("Who?", "And then?")] == expected
+        assert answer(session, "Who?") == expected[0]
+
+    def test_the_store_gives_back_the_same_cache(self, make, kind, tmp_path):
+        store = PrefillStore(tmp_path)
+        first, second = (make(geometry=GEOMETRIES[kind], store=store) for _ in range(2))
+        assert (first.read().source, second.read().source) == ("computed", "store")
+        saved, loaded = (session._reader.save() for session in (first, second))
+        assert saved.keys() == loaded.keys() and any(name.startswith("cache/") for name in saved)
+        for name, array in saved.items():
+            if isinstance(array, Layers):
+                for layer in range(MODEL.num_layers):
+                    # Slots beyond the filled part of the last block hold what padding left; nobody sees them.
+                    np.testing.assert_array_equal(array.read(layer), loaded[name].read(layer))
+            else:
+                np.testing.assert_array_equal(array, loaded[name])
+        for question in ("Who?", "And then?"):
+            assert answer(second, question, chat=True) == answer(first, question, chat=True)
+
+    @pytest.mark.parametrize(
+        "policy", [{"anchors": "frozen"}, {"anchors": "own"}, {"anchors": "refresh", "refresh": 3}]
+    )
+    def test_an_answer_leaves_the_geometry_as_it_was(self, make, kind, policy):
+        session = make(geometry=GEOMETRIES[kind], **policy)
+        first = answer(session, "Who?", chat=True)
+        second = answer(session, "And then?", chat=True)
+        session.undo()
+        assert answer(session, "And then?", chat=True) == second and answer(session, "Who?") == first
+        assert getattr(session._reader._held, "geometry", session._reader.geometry) == session._reader.geometry
+
+
+@pytest.mark.parametrize("chunk", [1, 1000])
+def test_chunks_of_one_token_and_of_all(make, chunk):
     assert answer(make(chunk=chunk), "Who?") == answer(make(), "Who?")
 
 
@@ -444,6 +500,7 @@ class TestRoom:
         [
             ({"window": 100}, r"window of 100 tokens has no room for documents: .* leave -"),
             ({"rope": "bend"}, "rope = 'bend' is unknown"),
+            ({"anchors": "thawed"}, "anchors = 'thawed' is unknown"),
             ({"chunk": 0}, "chunk = 0 must be at least 1"),
             ({"max_new_tokens": 0}, "max_new_tokens = 0"),
         ],
