@@ -66,9 +66,9 @@ class Linear(nnx.Module):
             A map whose result `jnp.split` takes apart: one product in place of several short ones.
         """
         states = [nnx.state(part) for part in parts]
-        return nnx.merge(
-            nnx.graphdef(parts[0]), jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *states)
-        )
+        # By leaves: the parts' outputs may have different letters, which makes their states different trees.
+        arrays = [jnp.concatenate(same, axis=-1) for same in zip(*map(jax.tree.leaves, states), strict=True)]
+        return nnx.merge(nnx.graphdef(parts[0]), jax.tree.unflatten(jax.tree.structure(states[0]), arrays))
 
     def __call__(self, x: Array) -> Array:
         """x [..., inputs] -> [..., outputs] in the compute dtype."""

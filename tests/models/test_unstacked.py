@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from plga_jax.models.decoder import Decoder
+from plga_jax.models.decoder_config import DecoderConfig
 from plga_jax.models.pldr import PLDR, PLDRConfig
 
 
@@ -40,6 +42,36 @@ def test_unstacked_computes_the_same(operator, x64):
     chex.assert_trees_all_close(run(unstacked), run(model), rtol=1e-10, atol=1e-12)
     assert unstacked.num_parameters == model.num_parameters
     assert unstacked.unstacked() is unstacked
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_an_unstacked_decoder_computes_the_same(qkv_bias, x64):
+    config = DecoderConfig(
+        vocab_size=37,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_width=4,
+        model_width=8,
+        hidden_width=12,
+        context=16,
+        qkv_bias=qkv_bias,
+        param_dtype="float64",
+        compute_dtype="float64",
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 11), 1, 37)
+
+    @jax.jit
+    def run(model):
+        filled, cache = model.prefill(tokens[:, :8], model.init_cache(2, 16))
+        return filled, *model.extend(tokens[:, 8:], cache)
+
+    unstacked = model.unstacked()
+    assert unstacked.layers[1].attention.joined.kernel.shape == (8, (4 + 2 + 2) * 4)
+    # Loop and scan are fused differently: rounding of float64 only.
+    chex.assert_trees_all_close(run(unstacked), run(model), rtol=1e-10, atol=1e-12)
+    assert unstacked.num_parameters == model.num_parameters
 
 
 def test_unstacked_layers_are_not_sliced_from_a_stack():
