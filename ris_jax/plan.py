@@ -66,7 +66,5 @@ def _tokens(file: File) -> str:
 
 
 def _describe(config: dict[str, Any]) -> str:
-    fields = (
-        f"{name} {value}" for name, value in config.items() if name not in ("kind", "length") and value is not None
-    )
-    return ", ".join((config["kind"], *fields))
+    told = {name: value for name, value in config.items() if name not in ("kind", "length", "seed") and value}
+    return ", ".join((config["kind"], *(f"{name} {value}" for name, value in told.items())))

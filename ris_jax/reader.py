@@ -25,7 +25,7 @@ from ris_jax.store import Layers
 
 _SMALLEST_PIECE = 64
 _EVERY = 64
-
+"""Tokens between two choices of far keys, where neither caller nor geometry says."""
 _ANY_BLOCK = 1 << 20
 """More tokens than any block of keys that a cache is made of."""
 
@@ -96,6 +96,14 @@ class Reader:
     def lost(self) -> bool:
         """Whether a program that was given the cache failed; `clear` makes a new one."""
         return self._cache is None
+
+    def real_share(self) -> float | None:
+        """Pairs read so far over the causal ones, where the cache counts them; None where it does not.
+
+        Raises:
+            CacheLost: see there.
+        """
+        return float(self._held.real_share()[0]) if hasattr(self._held, "real_share") else None
 
     def mark(self) -> Mark:
         """The present state, to `rewind` to.

@@ -24,8 +24,9 @@ from tqdm import tqdm
 from plga_jax.audit.report import environment
 from plga_jax.models.decoder import Decoder
 from ris_jax.cost import prefill_cost
+from ris_jax.density import expected_union
 from ris_jax.documents import Documents, read_documents
-from ris_jax.geometry import Geometry
+from ris_jax.geometry import Geometry, PublishedGeometry
 from ris_jax.plan import Plan
 from ris_jax.prompts import layout
 from ris_jax.reader import Mark, Reader
@@ -44,11 +45,13 @@ class Reading:
         source: "computed", "store", or "memory" if they were there.
         num_tokens: of the document part.
         seconds: that it took.
+        real_share: pairs read over the causal ones, counted; None where the cache does not count.
     """
 
     source: str
     num_tokens: int
     seconds: float
+    real_share: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,8 @@ class Turn:
         ended: why: "end token", "length", a stop string, or what `TopicStop` said.
         question_tokens: template included.
         answer_tokens: drawn.
-        seconds: until the first token, and from there to the last.
+        seconds: until the first token, and from there to the end.
+        tokens_per_s: from the second token on, whose making compiles the program; None for fewer than three.
         fresh: whether it began at the documents, without a conversation before it.
         config: how it was answered.
     """
@@ -72,6 +76,7 @@ class Turn:
     question_tokens: int
     answer_tokens: int
     seconds: tuple[float, float]
+    tokens_per_s: float | None
     fresh: bool
     config: AnswerConfig
 
@@ -169,14 +174,16 @@ class Session:
             raise ValueError("No documents are opened; call open first.")
         self._recover()
         if self._start is not None:
-            return Reading(source="memory", num_tokens=len(self._ids), seconds=0.0)
+            return dataclasses.replace(self.reading, source="memory", seconds=0.0)
         begun, source = time.perf_counter(), "store"
         if self._reader.length or not self._loaded():
             source = "computed"
             self._compute()
         seconds = time.perf_counter() - begun
         self._start = self._reader.mark()
-        self.reading = Reading(source=source, num_tokens=len(self._ids), seconds=seconds)
+        self.reading = Reading(
+            source=source, num_tokens=len(self._ids), seconds=seconds, real_share=self._reader.real_share()
+        )
         if source == "computed":
             self._keep()
         return self.reading
@@ -254,7 +261,8 @@ class Session:
             "model": {"name": self.name, **dataclasses.asdict(self._model.config)},
             "geometry": self.plan and self._reader.geometry.to_config(),
             "geometry_sha256": self.plan and self._reader.geometry.fingerprint(),
-            "real_density": self.plan and self.plan.cost.share,
+            "expected_density": self.plan and self.plan.cost.share,
+            "real_density": self.reading and self.reading.real_share,
             "kv_dtype": self.plan and self._reader.kv_dtype.name,
             "anchors": {"policy": self.config.anchors, "refresh": self.config.refresh},
             "plan": self.plan and self.plan.to_json(),
@@ -288,7 +296,7 @@ class Session:
             native_context=self._native.config.context,
             rope=config.rope.kind,
             geometry=geometry.to_config(),
-            cost=prefill_cost(**cost, share=geometry.share(), ranking_share=ranking),
+            cost=prefill_cost(**cost, share=_share(geometry, len(self._ids)), ranking_share=ranking),
             dense=prefill_cost(**cost),
             cache_bytes=prefill_cost(config, window, cache_itemsize=itemsize).cache_bytes,
             weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self._native, nnx.Param))),
@@ -372,11 +380,11 @@ class Session:
         stop_ids = {*self._model.config.eos_ids, self._tokenizer.eos_id}
         kept = False
         try:
-            decoder, ended, first = self._tokenizer.stream(), "length", 0.0
+            decoder, ended, times = self._tokenizer.stream(), "length", []
             tokens = self._tokens(ids, config, stop_ids)
             try:
                 for token in tokens:
-                    first = first or time.perf_counter() - begun
+                    times.append(time.perf_counter())
                     if token in stop_ids:
                         ended = "end token"
                         break
@@ -399,7 +407,8 @@ class Session:
                 ended=ended,
                 question_tokens=len(ids),
                 answer_tokens=len(drawn),
-                seconds=(first, time.perf_counter() - begun - first),
+                seconds=(times[0] - begun, time.perf_counter() - times[0]),
+                tokens_per_s=(len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None,
                 fresh=not self._conversation,
                 config=config,
             )
@@ -433,6 +442,14 @@ class Session:
     def _tell(self, notice: str) -> None:
         self.notices.append(notice)
         self._notify(notice)
+
+
+def _share(geometry: Geometry, length: int) -> float:
+    """Real density of the first tokens of a window; they have more of their pairs than the whole."""
+    if not isinstance(geometry, PublishedGeometry):
+        return geometry.replace(length=length).share()
+    fixed = {"local": geometry.local + 1, "anchors": geometry.anchors}
+    return expected_union(length, **fixed, probability=geometry.expected().probability).share
 
 
 def _stretched(model: Decoder, window: int, kind: str) -> Decoder:

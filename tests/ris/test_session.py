@@ -530,13 +530,27 @@ class TestRoom:
 
 def test_the_plan_tells_numbers(make):
     plan = make(geometry=lambda window: WindowGeometry(length=window, local=32, anchors=4)).plan
-    share = WindowGeometry(length=512, local=32, anchors=4).share()
+    share = WindowGeometry(length=plan.num_tokens, local=32, anchors=4).share()
     assert plan.cost.share == share and f"{share:.1%} of the causal pairs" in plan.text()
     assert plan.cost.attention_flops == pytest.approx(share * plan.dense.attention_flops)
     assert plan.cache_bytes == 2 * 2 * 512 * 8 * 4
     layer = 16 * (16 + 8 + 8) + 16 * 16 + 3 * 16 * 16 + 2 * 16
     assert plan.weights_bytes == 4 * (262 * 16 + 2 * layer + 16)
     assert "window, local 32, anchors 4" in plan.text()
+
+
+@pytest.mark.parametrize("kind", GEOMETRIES)
+def test_the_plan_expects_what_is_read(make, kind):
+    geometry = GEOMETRIES[kind](512)
+    session = make(geometry=lambda window: geometry)
+    length = session.plan.num_tokens
+    if kind == "probe":
+        counted = session.read().real_share
+    else:
+        mask = geometry.mask()[:length, :length]
+        counted = mask.sum() / (length * (length + 1) / 2)
+    # One draw of the samples, and blocks that the window holds already, against their expectation: within a tenth.
+    assert session.plan.cost.share == pytest.approx(counted, rel=0.1)
 
 
 def test_the_manifest_is_json_and_complete(make):
@@ -546,7 +560,7 @@ def test_the_manifest_is_json_and_complete(make):
     manifest = json.loads(json.dumps(session.manifest()))
     assert manifest["geometry"] == {"kind": "dense", "length": 512}
     assert manifest["geometry_sha256"] == DenseGeometry(length=512).fingerprint()
-    assert manifest["real_density"] == 1.0 and manifest["reading"]["source"] == "computed"
+    assert manifest["expected_density"] == 1.0 and manifest["reading"]["source"] == "computed"
     assert manifest["turns"][0]["question"] == "Who?" and manifest["turns"][0]["answer"] == session.turns[0].answer
     assert {"jax", "python"} <= manifest["environment"].keys() and manifest["model"]["name"] == "toy"
     assert manifest["turns"][0]["config"]["sampling"]["greedy"] is True
