@@ -252,7 +252,7 @@ def geometry_attention(geometry: Geometry, *, chunk: int = 1024) -> AttentionFn:
     def attend(q, k, v, mask=None, *, scale=None, return_lse=False):
         (B, T, N, H), S = q.shape, k.shape[1]
         limit = min(geometry.length, _LARGEST_TABLE)
-        if T != S or T > limit:
+        if T != S or limit < T:
             raise ValueError(
                 f"{T} queries and {S} keys: this takes whole sequences of up to {limit} tokens; read longer ones in "
                 "chunks through open_cache."

@@ -15,7 +15,8 @@ Work per head, in pairs: S·T·B for the cliques (a block is computed whole, lat
 tile) for what is fixed, and T·m gathered pairs, each several times dearer than one of a product. Causal dense attention
 computes T²/2. So this is cheaper only where S·B + local + anchors + several·m is well below T/2: cliques of 1 % pay up
 to about 30 seeds with one sample each, and never with 50. With samples of the percents of T that the published program
-adds to its cliques, m is what one pays for and dense attention is cheaper.
+adds to its cliques, m is what one pays for and dense attention is cheaper. Measured on two CPU cores with 9 heads of
+64, 10 seeds with cliques of 1 %, window 256: as fast as dense at 8k, 2.8 times as fast at 16k.
 """
 
 import dataclasses
@@ -77,8 +78,7 @@ class CliquePlan:
         Raises:
             ValueError: another geometry, or more rows than it has.
         """
-        if not isinstance(geometry, PublishedGeometry) or geometry.mode != "structural":
-            raise ValueError(f"Only the structural mode of the published geometry has cliques, got {geometry}.")
+        _check(geometry)
         length = geometry.length if length is None else length
         if not 1 <= length <= geometry.length:
             raise ValueError(f"length = {length} must be within 1 … {geometry.length}, the geometry's.")
@@ -111,9 +111,13 @@ def structural_attention(geometry: PublishedGeometry) -> AttentionFn:
     Raises:
         ValueError: another geometry.
     """
-    plan = functools.lru_cache(maxsize=1)(functools.partial(_concrete_plan, geometry))
-    if not isinstance(geometry, PublishedGeometry) or geometry.mode != "structural":
-        raise ValueError(f"Only the structural mode of the published geometry has cliques, got {geometry}.")
+    _check(geometry)
+
+    @functools.lru_cache(maxsize=1)
+    def plan(length: int) -> CliquePlan:
+        # Not part of a program that is being traced, so that the next one can have it too.
+        with jax.ensure_compile_time_eval():
+            return CliquePlan.of(geometry, length)
 
     def attend(q, k, v, mask=None, *, scale=None, return_lse=False):
         if jax.tree.leaves(mask) or (mask is not None and mask != Mask()):
@@ -233,10 +237,9 @@ def _cliques(q, k, v, plan, parts, merged):
     return lax.scan(per_seed, merged, (seeds, plan.members))[0]
 
 
-def _concrete_plan(geometry: PublishedGeometry, length: int) -> CliquePlan:
-    # Made outside of any program that is being traced, so that it can be kept for the next.
-    with jax.ensure_compile_time_eval():
-        return CliquePlan.of(geometry, length)
+def _check(geometry) -> None:
+    if not isinstance(geometry, PublishedGeometry) or geometry.mode != "structural":
+        raise ValueError(f"Only the structural mode of the published geometry has cliques, got {geometry}.")
 
 
 def _samples(geometry: PublishedGeometry, block_of: np.ndarray, length: int) -> np.ndarray:
