@@ -162,6 +162,9 @@ def _paths() -> list[str]:
         paths += [value] if pathlib.Path(value).exists() else value.split(",")
     if not all(paths) or not paths:
         raise ValueError("give --context: text files, or folders of them")
+    for path in paths:
+        if not pathlib.Path(path).exists():
+            raise ValueError(f"--context names {path}, which is no file or folder")
     return paths
 
 
