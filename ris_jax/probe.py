@@ -20,8 +20,9 @@ import numpy as np
 from ris_jax import density
 from ris_jax.geometry import Geometry
 
-RANKINGS = ("probe", "pooled")
-"""How blocks are ranked: by a probe's best score in the block, or by its score with the block's mean key."""
+RANKINGS = ("best", "mass", "pooled")
+"""How blocks are ranked: by a probe's best score in the block, by the attention that the block would get, or by the
+probe's score with the block's mean key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class ProbeGeometry(Geometry):
         recall: (layer, key/value head) pairs of the heads that recall; see `ris_jax.recall`.
         recall_stride: `stride` of those heads.
         random: further blocks per tile and head, drawn at random from those not chosen.
-        ranking: one of `RANKINGS`.
+        ranking: one of `RANKINGS`. Recall heads always rank by the best score: they look for one key.
         seed: of the random blocks.
     """
 
@@ -59,7 +60,7 @@ class ProbeGeometry(Geometry):
     recall: tuple[tuple[int, int], ...] = ()
     recall_stride: int = 1
     random: int = 0
-    ranking: str = "probe"
+    ranking: str = "best"
     seed: int = 0
 
     def __post_init__(self):

@@ -264,12 +264,16 @@ def _attend_row(cache: SparseCache, layer, b, q, slots, valid, chosen):
 
     def program(count: int):
         def run(heads):
-            groups = [(heads[: K - count], geometry.stride), (heads[K - count :], geometry.recall_stride)]
-            groups = [group for group in groups if group[0].shape[0]]
+            groups = [
+                (heads[: K - count], geometry.stride, geometry.ranking),
+                (heads[K - count :], geometry.recall_stride, "best"),
+            ]
             now, out, pairs = chosen, jnp.zeros_like(q), jnp.zeros((K,), jnp.float32)
-            for which, stride in groups:
+            for which, stride, ranking in groups:
+                if not which.shape[0]:
+                    continue
                 tiles = _Tiles.cut(q[:, which], slots, valid, cache.length[b], stride)
-                listed, held = _choose(cache, layer, b, tiles, now[which], which)
+                listed, held = _choose(cache, layer, b, tiles, now[which], which, ranking)
                 now = now.at[which].set(held)
                 if T > 1:
                     part, read = _attend_tiles(cache, layer, b, tiles, listed, which)
@@ -339,7 +343,9 @@ class _Tiles(NamedTuple):
         return flat.at[self.place].get(mode="fill", fill_value=0)
 
 
-def _choose(cache: SparseCache, layer, b, tiles: _Tiles, held: Array, heads: Array) -> tuple[Array, Array]:
+def _choose(
+    cache: SparseCache, layer, b, tiles: _Tiles, held: Array, heads: Array, ranking: str
+) -> tuple[Array, Array]:
     """The blocks chosen for each tile, int32 [tiles, K, C], and for what follows the chunk, [K, C]."""
     geometry, stride, rows = cache.geometry, tiles.stride, tiles.positions.shape[1]
     span = tiles.positions.size
@@ -350,7 +356,7 @@ def _choose(cache: SparseCache, layer, b, tiles: _Tiles, held: Array, heads: Arr
 
     def rank():
         index = jnp.clip((places - tiles.begins[0]) // rows, 0, tiles.begins.size - 1)
-        scores = _scores(cache, layer, b, tiles.q[index, :, :, 0], jnp.where(asks, places, -1), heads)
+        scores = _scores(cache, layer, b, tiles.q[index, :, :, 0], jnp.where(asks, places, -1), heads, ranking)
         return _best(geometry, scores, places, layer, heads, stride)
 
     found = lax.cond(asks.any(), rank, lambda: jnp.full((probes, *held.shape), -1, jnp.int32))
@@ -367,8 +373,8 @@ def _choose(cache: SparseCache, layer, b, tiles: _Tiles, held: Array, heads: Arr
     return listed, jnp.where(tiles.stop > tiles.start, final, held)
 
 
-def _scores(cache: SparseCache, layer, b, q: Array, positions: Array, heads: Array) -> Array:
-    """How much each probe wants each block, [P, K, blocks]: its best score there, below that of its best key.
+def _scores(cache: SparseCache, layer, b, q: Array, positions: Array, heads: Array, ranking: str) -> Array:
+    """How much each probe wants each block, [P, K, blocks], the logarithm of a weight.
 
     q is [P, K, G, H]. Of the G query heads that share keys, the one that wants a block most counts.
     """
@@ -380,7 +386,7 @@ def _scores(cache: SparseCache, layer, b, q: Array, positions: Array, heads: Arr
     pad = batches * size - P
     q = jnp.pad(q, ((0, pad), (0, 0), (0, 0), (0, 0))).reshape(batches, size, K, G, H)
     positions = jnp.pad(positions, (0, pad), constant_values=-1).reshape(batches, size)
-    pooled = cache.geometry.ranking == "pooled"
+    gather = jax.nn.logsumexp if ranking == "mass" else jnp.max
 
     def batch(inputs):
         q, positions, head = inputs  # [size, G, H], [size], []
@@ -392,7 +398,7 @@ def _scores(cache: SparseCache, layer, b, q: Array, positions: Array, heads: Arr
             index = (layer, b, head, begin, jnp.int32(0), jnp.int32(0))
             keys = lax.dynamic_slice(cache.keys, index, (1, 1, 1, span, H, block))[0, 0, 0].astype(q.dtype)
             starts = (begin + _ints(span)) * block
-            if pooled:
+            if ranking == "pooled":
                 found = jnp.einsum("rh,nh->nr", rows, keys.mean(-1)).reshape(span, size, G)
                 seen = (starts + block - 1)[:, None] <= positions[None]
             else:
@@ -400,14 +406,14 @@ def _scores(cache: SparseCache, layer, b, q: Array, positions: Array, heads: Arr
                 place = starts[:, None] + _ints(block)[None]
                 sees = place[:, None, :] <= positions[None, :, None]
                 scores = jnp.where(sees[:, :, None], scores.reshape(span, size, G, block), -jnp.inf)
-                found, seen = scores.max(-1), jnp.ones((1, 1), bool)
+                found, seen = gather(scores, axis=-1), jnp.ones((1, 1), bool)
             found = jnp.where(seen[:, :, None], found, -jnp.inf)
             return lax.dynamic_update_slice_in_dim(best, found, begin, axis=0)
 
         best = jnp.full((blocks, size, G), -jnp.inf, q.dtype)
         spans = (jnp.max(positions) + span * block) // (span * block)
         best = lax.fori_loop(0, spans, step, best)
-        top = best.max(0, keepdims=True)
+        top = gather(best, axis=0, keepdims=True)
         return (best - jnp.where(top == -jnp.inf, 0, top)).max(-1).T
 
     pairs = [(i, k) for i in range(batches) for k in range(K)]
