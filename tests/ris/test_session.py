@@ -134,7 +134,6 @@ def test_the_answer_is_the_models(model, make):
 
 GEOMETRIES = {
     "dense": CONFIG.geometry,
-    "window": lambda window: WindowGeometry(length=window, local=24, anchors=4),
     "stochastic": lambda window: PublishedGeometry(length=window, local=16, anchors=4, seeds=2),
     "block_shared": lambda window: BlockSharedGeometry(length=window, budget=32, local=16, anchors=8, tile=16, block=8),
     "probe": lambda window: ProbeGeometry(length=window, local=16, anchors=8, block=8, blocks=3, stride=4),
@@ -143,10 +142,9 @@ GEOMETRIES = {
 
 @pytest.mark.parametrize("kind", GEOMETRIES)
 class TestEveryGeometry:
-    @pytest.mark.parametrize("chunk", [7, 100])
-    def test_no_chunk_size_changes_the_answer(self, make, kind, chunk):
+    def test_no_chunk_size_changes_the_answer(self, make, kind):
         geometry = GEOMETRIES[kind]
-        assert answer(make(geometry=geometry, chunk=chunk), "Who?") == answer(make(geometry=geometry), "Who?")
+        assert answer(make(geometry=geometry, chunk=7), "Who?") == answer(make(geometry=geometry), "Who?")
 
     def test_what_was_undone_leaves_no_trace(self, make, kind):
         fresh, session = (make(geometry=GEOMETRIES[kind]) for _ in range(2))
@@ -173,9 +171,7 @@ class TestEveryGeometry:
         for question in ("Who?", "And then?"):
             assert answer(second, question, chat=True) == answer(first, question, chat=True)
 
-    @pytest.mark.parametrize(
-        "policy", [{"anchors": "frozen"}, {"anchors": "own"}, {"anchors": "refresh", "refresh": 3}]
-    )
+    @pytest.mark.parametrize("policy", [{"anchors": "frozen"}, {"anchors": "refresh", "refresh": 3}])
     def test_an_answer_leaves_the_geometry_as_it_was(self, make, kind, policy):
         session = make(geometry=GEOMETRIES[kind], **policy)
         first = answer(session, "Who?", chat=True)
