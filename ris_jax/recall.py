@@ -3,8 +3,8 @@
 Measured on the model itself: a text is read, then its tokens in random order a few times, then the text again. For each
 query of the second time, the attention to its earlier self and to what followed is noted. A few heads have nearly all
 of it; they are the ones worth probing at every query. The shuffled tokens in between matter: without them, heads that
-merely look for equal tokens come out as high, and those are lost at a distance. So do real words: on SmolLM2-135M random
-tokens do not find the heads of layer 7, whose loss costs 1.1 nats of copying.
+merely look for equal tokens come out as high, and those are lost at a distance. So do real words: on SmolLM2-135M,
+random tokens miss a head of layer 7 whose loss costs 1.1 nats of copying.
 
 Source: Olsson et al. 2022 (induction heads, prefix-matching score).
 """
@@ -21,7 +21,6 @@ import numpy as np
 from plga_jax.array_types import Array, AttentionFn, statistics_dtype
 from plga_jax.caches import KVCache
 from plga_jax.models.decoder import Decoder
-
 
 TEXT = (
     "The ferry to the northern islands leaves at a quarter past six, and whoever misses it waits until the next "
