@@ -81,7 +81,7 @@ def open_session(questions: Sequence[str] = (), *, question_room: int = 512) -> 
     answer_config()
     if _STORE.value:
         # Compiling the program of one token takes longer than many an answer.
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+        jax.config.update("jax_compilation_cache_dir", str(store().folder / "programs"))
     dtype = _DTYPE.value
     if dtype == "auto":
         dtype = "bfloat16" if machine()["instructions"][1:] else "float32"
