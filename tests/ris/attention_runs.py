@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,9 +31,9 @@ class Run:
 
     name: str
     geometry: PublishedGeometry
-    q: jnp.ndarray
-    k: jnp.ndarray
-    v: jnp.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
     scale: float
     schedules: dict
     chunk: tuple
@@ -43,6 +44,13 @@ class Run:
     def whole(self) -> tuple:
         """q, k, v of the window."""
         return tuple(x[:, : self.geometry.length] for x in (self.q, self.k, self.v))
+
+    def short(self, name: str, dtype: str) -> np.ndarray:
+        """A result in float16 or bfloat16, as float32; bfloat16 is kept as its bits."""
+        result = self.data[f"{name}_{dtype}"]
+        if dtype == "bfloat16":
+            return (result.astype(np.uint32) << 16).view(np.float32)
+        return result.astype(np.float32)
 
 
 def load(golden, name: str) -> Run:
@@ -62,7 +70,7 @@ def load(golden, name: str) -> Run:
             base_seed=case["base_seed"],
             block_max=case["b_max"],
         ),
-        **{x: jnp.asarray(data[x]).swapaxes(1, 2) for x in "qkv"},
+        **{x: data[x].swapaxes(1, 2) for x in "qkv"},
         scale=case["scale"],
         schedules=case["schedules"],
         chunk=tuple(case["chunk"]),
@@ -71,16 +79,12 @@ def load(golden, name: str) -> Run:
     )
 
 
-def bfloat16(bits: np.ndarray) -> np.ndarray:
-    """float32 values of bfloat16 numbers stored as their bits."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def random_inputs(seed: int, batch: int, length: int, heads: int = 4, kv_heads: int = 2, width: int = 8) -> tuple:
     """Random q, k, v, float32 [B, T, N or K, H]."""
     rng = np.random.default_rng(seed)
     shapes = [(batch, length, n, width) for n in (heads, kv_heads, kv_heads)]
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    # NumPy: a slice of a JAX array at every step would be a program at every step.
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
 def oracle(q, k, v, meet: np.ndarray, scale: float) -> np.ndarray:
@@ -106,7 +110,8 @@ def step(cache, q, k, v, valid=None, *, scale: float, window=None):
     return out, cache.advance(valid)
 
 
-def fill(cache, k, v):
-    """Appends keys without attending."""
-    valid = jnp.ones(k.shape[:2], bool)
+@jax.jit
+def fill(cache, k, v, length):
+    """Appends the first `length` keys and values without attending."""
+    valid = jnp.broadcast_to(jnp.arange(k.shape[1])[None] < length, k.shape[:2])
     return cache.append(0, k, v, cache.slots(valid), valid).advance(valid)

@@ -20,15 +20,12 @@ STRUCTURAL = STOCHASTIC.replace(mode="structural", block_max=6)
 CAPACITY = 90
 
 step = jax.jit(runs.step, static_argnames=("scale", "window"))
-fill = jax.jit(runs.fill)
 
 
 def opened(geometry, k, v, length, capacity=CAPACITY, dtype=jnp.float32, **options):
     """A cache for an answer after `length` tokens."""
     cache = StreamedCache.around(runs.store(k, capacity, dtype), geometry)
-    if length:
-        cache = fill(cache, k[:, :length], v[:, :length])
-    return respond(cache, **{"room": 20} | options)
+    return respond(runs.fill(cache, k, v, length), **{"room": 20} | options)
 
 
 def answer(cache, q, k, v, start, stop, **options):
@@ -51,45 +48,43 @@ def allowed(geometry, choices, start, stop, *, slide=False):
 
 
 @pytest.mark.parametrize("name", runs.NAMES)
-class TestGoldens:
-    def test_schedules(self, golden, name):
-        run = runs.load(golden, name)
-        T, scale = run.geometry.length, run.scale
-        for schedule, lengths in run.schedules.items():
-            begin = lengths[0] - 1
-            cache = opened(run.geometry, run.k, run.v, begin, T + 8)
-            far = far_keys(run.geometry, [min(begin, T - 1)])
-            for length in lengths:
-                data, t = f"{schedule}/kv{length}", length - 1
-                near = np.arange(max(0, min(t, T - 1) - run.geometry.local), length)
-                np.testing.assert_array_equal(np.union1d(near, *far.values()), run.data[f"{data}/idx"])
-                out, cache = step(cache, *(x[:, t : t + 1] for x in (run.q, run.k, run.v)), scale=scale)
-                np.testing.assert_allclose(out, run.data[f"{data}/out64"], rtol=0, atol=1e-6)
-            assert not cache.overflowed.any()
+def test_published_schedules(golden, name):
+    run = runs.load(golden, name)
+    T, scale = run.geometry.length, run.scale
+    for schedule, lengths in run.schedules.items():
+        begin = lengths[0] - 1
+        cache = opened(run.geometry, run.k, run.v, begin, T + 8)
+        far = far_keys(run.geometry, [min(begin, T - 1)])
+        for length in lengths:
+            data, t = f"{schedule}/kv{length}", length - 1
+            near = np.arange(max(0, min(t, T - 1) - run.geometry.local), length)
+            np.testing.assert_array_equal(np.union1d(near, *far.values()), run.data[f"{data}/idx"])
+            out, cache = step(cache, *(x[:, t : t + 1] for x in (run.q, run.k, run.v)), scale=scale)
+            np.testing.assert_allclose(out, run.data[f"{data}/out64"], rtol=0, atol=1e-6)
+        assert not cache.overflowed.any()
 
-    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-    def test_short_floats(self, golden, name, dtype):
-        run = runs.load(golden, name)
-        t = run.geometry.length - 2
-        q, k, v = (x.astype(dtype) for x in (run.q, run.k, run.v))
-        cache = opened(run.geometry, k, v, t, dtype=dtype, capacity=t + 5)
-        out, _ = step(cache, *(x[:, t : t + 1] for x in (q, k, v)), scale=run.scale)
-        theirs = run.data[f"decode_kv{t + 1}_{dtype}"]
-        theirs = runs.bfloat16(theirs) if dtype == "bfloat16" else theirs.astype(np.float32)
-        assert out.dtype == jnp.dtype(dtype)
-        # Both round float32 results once.
-        np.testing.assert_allclose(out.astype(np.float32), theirs, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+
+@pytest.mark.parametrize(("name", "dtype"), [("dec_sto", "bfloat16"), ("dec_str", "float16")])
+def test_short_floats(golden, name, dtype):
+    run = runs.load(golden, name)
+    t = run.geometry.length - 2
+    q, k, v = (x.astype(dtype) for x in (run.q, run.k, run.v))
+    cache = opened(run.geometry, k, v, t, dtype=dtype, capacity=t + 5)
+    out, _ = step(cache, *(x[:, t : t + 1] for x in (q, k, v)), scale=run.scale)
+    assert out.dtype == jnp.dtype(dtype)
+    # Both round float32 results once.
+    one = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype(np.float32), run.short(f"decode_kv{t + 1}", dtype), rtol=one, atol=1e-6)
 
 
 class TestPolicies:
-    @pytest.mark.parametrize("geometry", [STOCHASTIC, STRUCTURAL], ids=lambda g: g.mode)
     @pytest.mark.parametrize(
-        ("options", "choices"),
+        ("geometry", "options", "choices"),
         [
-            ({"policy": "frozen"}, lambda t: 58),
-            ({"policy": "refresh", "every": 4}, lambda t: 58 + (t - 58) // 4 * 4),
-            ({"policy": "own"}, lambda t: t),
-            ({"policy": "own", "slide": True}, lambda t: t),
+            (STOCHASTIC, {"policy": "frozen"}, lambda t: 58),
+            (STRUCTURAL, {"policy": "refresh", "every": 4}, lambda t: 58 + (t - 58) // 4 * 4),
+            (STOCHASTIC, {"policy": "own"}, lambda t: t),
+            (STRUCTURAL, {"policy": "own", "slide": True}, lambda t: t),
         ],
         ids=["frozen", "refresh", "own", "slide"],
     )
@@ -154,19 +149,18 @@ class TestBatches:
         lengths, stops = [64, 20, 1], [72, 23, 9]  # one runs past the window
         q, k, v = runs.random_inputs(4, 3, 76)
         cache = StreamedCache.around(runs.store(k, CAPACITY), STRUCTURAL)
-        valid = jnp.arange(64)[None] < jnp.asarray(lengths)[:, None]
-        cache = cache.append(0, k[:, :64], v[:, :64], cache.slots(valid), valid).advance(valid)
+        cache = runs.fill(cache, k, v, np.asarray(lengths)[:, None])
         cache, found = respond(cache, room=8, policy="refresh", every=3), [[], [], []]
         for i in range(8):
             active = np.asarray(lengths) + i < stops
             at = np.minimum(np.asarray(lengths) + i, 75)
-            new = (x[jnp.arange(3), at][:, None] for x in (q, k, v))
-            out, cache = step(cache, *new, jnp.asarray(active)[:, None], scale=0.4)
+            new = (x[np.arange(3), at][:, None] for x in (q, k, v))
+            out, cache = step(cache, *new, active[:, None], scale=0.4)
             for row in np.flatnonzero(active):
                 found[row].append(np.asarray(out[row, 0]))
         np.testing.assert_array_equal(cache.length, stops)
         for row, (start, stop) in enumerate(zip(lengths, stops)):
-            part = [x[row : row + 1, :stop] for x in (q, k, v)]
+            part = [x[row : row + 1] for x in (q, k, v)]
             single, _ = answer(opened(STRUCTURAL, *part[1:], start, policy="refresh", every=3), *part, start, stop)
             np.testing.assert_allclose(np.stack(found[row]), single[0], rtol=0, atol=1e-6)
 

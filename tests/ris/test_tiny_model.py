@@ -98,7 +98,7 @@ def test_decoding_past_the_window(model, data, case):
 
 def test_question(model, data, case):
     run, geometry = case
-    _, cache = read(model, open_cache(geometry, model.config, capacity=130), data["ids"][:, :100], 100)
+    _, cache = read(model, open_cache(geometry, model.config, capacity=130), data["ids"][:, :100], 50)
     mark = cache.mark()
     for _ in range(2):  # the second time after rewinding, as for a second question
         logits, cache = read(model, cache.rewind(mark), data["ids"][:, 105:118], 13)
