@@ -29,9 +29,12 @@ from plga_jax.caches import KVCache
 from plga_jax.models.decoder_config import DecoderConfig
 from plga_jax.ops.attention import attention
 from plga_jax.ops.masks import Mask
+from ris_jax.block_shared import BlockSharedGeometry
 from ris_jax.geometry import Geometry, PublishedGeometry
 from ris_jax.mask_stream import MaskStream
 from ris_jax.patterns import DenseGeometry
+from ris_jax.probe import ProbeGeometry
+from ris_jax.sparse import SparseCache
 
 _SMALLEST_CHUNK = 64
 _LARGEST_TABLE = 2**14
@@ -220,9 +223,7 @@ def open_cache(
     Raises:
         ValueError: a capacity below 1.
     """
-    if geometry.kind in ("probe", "block_shared"):
-        from ris_jax.sparse import SparseCache
-
+    if isinstance(geometry, ProbeGeometry | BlockSharedGeometry):
         return SparseCache.open(geometry, config, batch=batch, capacity=capacity, dtype=dtype)
     sizes = config.num_layers, batch, capacity, config.num_kv_heads, config.head_width
     dtype = dtype or config.compute_dtype
