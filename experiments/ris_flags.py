@@ -1,6 +1,8 @@
 """What `ris_ask` and `ris_chat` share: flags, and the session they describe."""
 
 import contextlib
+import dataclasses
+import functools
 import pathlib
 import sys
 import time
@@ -19,6 +21,7 @@ from ris_jax.geometry import Geometry, PublishedGeometry
 from ris_jax.patterns import DenseGeometry, WindowGeometry
 from ris_jax.probe import ProbeGeometry
 from ris_jax.prompts import SYSTEM
+from ris_jax.recall import TEXT, recall_heads
 from ris_jax.session import Session
 from ris_jax.session_config import ROPES, AnswerConfig, SessionConfig
 from ris_jax.store import PrefillStore
@@ -86,6 +89,9 @@ def open_session(questions: Sequence[str] = (), *, question_room: int = 512) -> 
     if dtype == "auto":
         dtype = "bfloat16" if machine()["instructions"][1:] else "float32"
     model, tokenizer = load_any(_MODEL.value, compute_dtype=dtype)
+    if _GEOMETRY.value == "probe":
+        recall = recall_heads(model, tokenizer.encode(TEXT))
+        config = dataclasses.replace(config, geometry=functools.partial(_geometry, recall=recall))
     session = Session(
         model,
         tokenizer,
@@ -174,7 +180,7 @@ def _session_config(question_room: int) -> SessionConfig:
         if not anchors.isdecimal():
             raise ValueError(f"--refresh={anchors} must be frozen, own, or a number of tokens")
         anchors, refresh = "refresh", int(anchors)
-    _geometry(1024)
+    _geometry(1024)  # so that flags that do not go together are refused before a model is loaded
     return SessionConfig(
         geometry=_geometry,
         anchors=anchors,
@@ -189,8 +195,8 @@ def _session_config(question_room: int) -> SessionConfig:
     )
 
 
-def _geometry(window: int) -> Geometry:
-    """The geometry of the flags; each kind takes those that mean something to it."""
+def _geometry(window: int, recall: tuple[tuple[int, int], ...] = ()) -> Geometry:
+    """The geometry of the flags; each kind takes those that mean something to it, the probes the heads that recall."""
     kind = _GEOMETRY.value
     given = {flag.name: flag.value for flag in (_DENSITY, _SEEDS, _LOCAL, _ANCHORS) if flag.value is not None}
     published = {"density": 0.03, "seeds": 30}
@@ -211,4 +217,6 @@ def _geometry(window: int) -> Geometry:
     if kind == "block_shared":
         given = {"local": 256, "anchors": 64} | given
         given["share"] = given.pop("density", 0.25)
+    if kind == "probe":
+        return ProbeGeometry(length=window, recall=recall, **given).thinned()
     return make(length=window, **given)

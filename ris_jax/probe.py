@@ -50,17 +50,17 @@ class ProbeGeometry(Geometry):
 
     kind: ClassVar[str] = "probe"
 
-    local: int = 256
-    anchors: int = 64
-    block: int = 64
-    blocks: int = 8
+    local: int = 128
+    anchors: int = 32
+    block: int = 32
+    blocks: int = 7
     density: float = 1.0
     least: int = 1
     stride: int = 64
     recall: tuple[tuple[int, int], ...] = ()
     recall_stride: int = 1
     random: int = 0
-    ranking: str = "best"
+    ranking: str = "mass"
     seed: int = 0
 
     def __post_init__(self):
@@ -126,11 +126,11 @@ class ProbeGeometry(Geometry):
         share = recall / self.recall_stride + (1 - recall) / self.stride
         return share / self.block if self.ranking == "pooled" else share
 
-    def thinned(self, native: int) -> "ProbeGeometry":
+    def thinned(self, native: int = 16_384) -> "ProbeGeometry":
         """The same with probes that thin out as the window grows, so that ranking stays linear in it.
 
         Args:
-            native: length up to which strides stay as they are.
+            native: length below twice which strides stay as they are.
 
         Returns:
             A geometry with strides multiplied by the window over `native`, rounded down to a power of two.

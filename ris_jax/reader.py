@@ -215,10 +215,7 @@ class Reader:
                     self._length += 1
         finally:
             if lent.cache is not None:
-                closed = lent.cache.close()
-                # What is read next follows the geometry again, not the strides of the answer.
-                follows = {"geometry": self.geometry} if hasattr(closed, "geometry") else {}
-                self._cache = dataclasses.replace(closed, **follows)
+                self._cache = lent.cache.close()
 
     def save(self) -> dict[str, np.ndarray | Layers]:
         """The cache as arrays for a store, cut to what is filled and fetched layer by layer.

@@ -58,6 +58,7 @@ class SparseCache:
         chosen: int32 [L, B, K, C], the blocks chosen by the last probe of each head, best first; −1 for none.
         pairs: float32 [L, B, K], (query, key) pairs read so far, per query head.
         geometry: what is read.
+        reading: the geometry for text, while a response has one of its own; else None.
     """
 
     keys: Array
@@ -66,6 +67,7 @@ class SparseCache:
     chosen: Array
     pairs: Array
     geometry: ProbeGeometry | BlockSharedGeometry = dataclasses.field(metadata={"static": True})
+    reading: ProbeGeometry | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def open(
@@ -217,15 +219,11 @@ class SparseCache:
             return self
         every = {"frozen": 2**30, "own": 1}.get(policy, every)
         geometry = self.geometry.replace(stride=every, recall_stride=every)
-        return dataclasses.replace(self, geometry=geometry)
+        return dataclasses.replace(self, geometry=geometry, reading=self.geometry)
 
-    def close(self, geometry: ProbeGeometry | BlockSharedGeometry | None = None) -> Self:
-        """The cache for further text, the response included.
-
-        Args:
-            geometry: that of the text; None keeps the present one.
-        """
-        return dataclasses.replace(self, geometry=geometry or self.geometry)
+    def close(self) -> Self:
+        """The cache for further text, the response included."""
+        return dataclasses.replace(self, geometry=self.reading or self.geometry, reading=None)
 
     def real_share(self) -> Array:
         """Pairs read over the causal ones, of all that was read: float [B], the mean over heads and layers."""

@@ -7,6 +7,7 @@ import pytest
 from plga_jax.interop.pretrained import load_any
 from plga_jax.ops.sampling import SamplingConfig
 from ris_jax.probe import ProbeGeometry
+from ris_jax.recall import TEXT, recall_heads
 from ris_jax.session import Session
 from ris_jax.session_config import AnswerConfig, SessionConfig
 from tests.experiments.ris_model import start, write_model
@@ -65,8 +66,10 @@ def ran(folder):
 def test_two_questions_about_two_files(ran, folder):
     code, out, err = ran["two"]
     assert code == 0, err
-    config = SessionConfig(geometry=lambda window: ProbeGeometry(length=window), max_new_tokens=6, chunk=512)
-    session = Session(*load_any(folder / "model"), config)
+    model, tokenizer = load_any(folder / "model")
+    recall = recall_heads(model, tokenizer.encode(TEXT))
+    geometry = lambda window: ProbeGeometry(length=window, recall=recall)  # noqa: E731
+    session = Session(model, tokenizer, SessionConfig(geometry=geometry, max_new_tokens=6, chunk=512))
     session.open([folder / "a.txt", folder / "b.txt"])
     greedy = AnswerConfig(sampling=SamplingConfig(greedy=True, repetition_penalty=1.1))
     answers = ["".join(session.ask(question, greedy)) for question in ("Who?", "And Bert?")]

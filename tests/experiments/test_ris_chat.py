@@ -9,6 +9,7 @@ import pytest
 from plga_jax.interop.pretrained import load_any
 from plga_jax.ops.sampling import SamplingConfig
 from ris_jax.probe import ProbeGeometry
+from ris_jax.recall import TEXT, recall_heads
 from ris_jax.session import Session
 from ris_jax.session_config import AnswerConfig, SessionConfig
 from tests.experiments.ris_model import start, write_model
@@ -41,8 +42,9 @@ def talked(folder):
 def answers(folder):
     """Of a session in this process: to "Who?", and to "And Bert?" after it."""
     model, tokenizer = load_any(folder / "model")
-    config = SessionConfig(geometry=lambda n: ProbeGeometry(length=n), max_new_tokens=6, question_room=512)
-    session = Session(model, tokenizer, config)
+    recall = recall_heads(model, tokenizer.encode(TEXT))
+    geometry = lambda n: ProbeGeometry(length=n, recall=recall)  # noqa: E731
+    session = Session(model, tokenizer, SessionConfig(geometry=geometry, max_new_tokens=6, question_room=512))
     session.open([folder / "a.txt"])
     greedy = AnswerConfig(sampling=SamplingConfig(greedy=True, repetition_penalty=1.1))
     return ["".join(session.chat(question, greedy)) for question in ("Who?", "And Bert?")]
