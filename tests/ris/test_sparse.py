@@ -21,7 +21,15 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 T = 75
 GEOMETRY = ProbeGeometry(
-    length=96, local=9, anchors=3, block=4, blocks=3, stride=8, recall=((0, 1), (2, 0), (2, 1)), recall_stride=1
+    length=96,
+    local=9,
+    anchors=3,
+    block=4,
+    blocks=3,
+    stride=8,
+    recall=((0, 1), (2, 0), (2, 1)),
+    recall_stride=1,
+    ranking="best",
 )
 
 
@@ -68,12 +76,25 @@ class Oracle:
                 probe = t - t % stride
                 wanted = {}
                 seen = np.where(causal[probe], scores[head, :, probe], -np.inf)
-                relative = (seen - seen.max(-1, keepdims=True)).max(0)
-                for block in range(probe // geometry.block + 1):
+                ranking = "best" if (layer, head) in geometry.recall else geometry.ranking
+                wants = np.full((N // K, probe // geometry.block + 1), -np.inf)
+                for block in range(wants.shape[1]):
                     keys = np.arange(block * geometry.block, min((block + 1) * geometry.block, T))
-                    if keys[0] > probe + stride - 1 - geometry.local or keys[0] + geometry.block <= geometry.anchors:
+                    if ranking == "pooled" and keys[-1] <= probe:
+                        mean = k[keys, head].mean(0)
+                        wants[:, block] = q.reshape(T, K, N // K, H)[probe, head] @ mean * H**-0.5
+                    elif ranking != "pooled":
+                        wants[:, block] = (
+                            seen[:, keys].max(-1) if ranking == "best" else np.log(np.exp(seen[:, keys]).sum(-1))
+                        )
+                top = wants.max(-1) if ranking != "mass" else np.log(np.exp(wants).sum(-1))
+                relative = (wants - np.where(top == -np.inf, 0, top)[:, None]).max(0)
+                for block in range(probe // geometry.block + 1):
+                    first = block * geometry.block
+                    if first > probe + stride - 1 - geometry.local or first + geometry.block <= geometry.anchors:
                         continue
-                    wanted[block] = relative[keys].max()
+                    if relative[block] > -np.inf:
+                        wanted[block] = relative[block]
                 best = sorted(wanted, key=lambda b: -wanted[b])[: int(geometry.chosen(np.int64(probe)))]
                 s = np.arange(T)
                 meet = (s <= t) & (
@@ -85,7 +106,15 @@ class Oracle:
         return out.reshape(T, N, H), pairs
 
 
-@pytest.mark.parametrize("changes", [{}, {"stride": 64, "density": 0.5}, {"recall": ()}, {"block": 8, "anchors": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"stride": 64, "density": 0.5},
+        {"ranking": "mass"},
+        {"block": 8, "anchors": 0, "ranking": "pooled", "recall": ()},
+    ],
+)
 def test_reads_what_the_words_say(model, tokens, changes):
     geometry = GEOMETRY.replace(**changes)
     oracle = Oracle(geometry)
