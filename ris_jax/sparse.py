@@ -52,8 +52,8 @@ class SparseCache:
     """Keys and values in blocks, and what the queries chose.
 
     Attributes:
-        keys: rotated keys, [L, B, K, blocks, H, block].
-        values: [L, B, K, blocks, block, H].
+        keys: rotated keys, [L, B, K, blocks, H, block]; bfloat16 as its bits, see `_bits`.
+        values: [L, B, K, blocks, block, H], likewise.
         length: int32 [B], tokens held per row.
         chosen: int32 [L, B, K, C], the blocks chosen by the last probe of each head, best first; −1 for none.
         pairs: float32 [L, B, K], (query, key) pairs read so far, per query head.
@@ -104,8 +104,8 @@ class SparseCache:
         block = _block(geometry)
         blocks, dtype = -(-capacity // block), dtype or config.compute_dtype
         return cls(
-            keys=jnp.zeros((L, batch, K, blocks, H, block), dtype),
-            values=jnp.zeros((L, batch, K, blocks, block, H), dtype),
+            keys=_bits(jnp.zeros((L, batch, K, blocks, H, block), dtype), dtype),
+            values=_bits(jnp.zeros((L, batch, K, blocks, block, H), dtype), dtype),
             length=jnp.zeros((batch,), jnp.int32),
             chosen=jnp.full((L, batch, K, _num_chosen(geometry)), -1, jnp.int32),
             pairs=jnp.zeros((L, batch, K), jnp.float32),
@@ -147,8 +147,8 @@ class SparseCache:
         index, offset = slots[:, :, None] // block, slots[:, :, None] % block
         return dataclasses.replace(
             self,
-            keys=self.keys.at[layer, row, head, index, :, offset].set(k.astype(self.keys.dtype), mode="drop"),
-            values=self.values.at[layer, row, head, index, offset].set(v.astype(self.values.dtype), mode="drop"),
+            keys=self.keys.at[layer, row, head, index, :, offset].set(_bits(k, self.keys.dtype), mode="drop"),
+            values=self.values.at[layer, row, head, index, offset].set(_bits(v, self.values.dtype), mode="drop"),
         )
 
     def attend(
@@ -229,6 +229,24 @@ class SparseCache:
         """Pairs read over the causal ones, of all that was read: float [B], the mean over heads and layers."""
         causal = self.length.astype(jnp.float32) * (self.length + 1).astype(jnp.float32) / 2
         return self.pairs.mean(axis=(0, 2)) / jnp.maximum(causal, 1)
+
+
+def _bits(x: Array, dtype: DType) -> Array:
+    """Numbers as the cache of a dtype holds them: bfloat16, or uint16 that stands for it, as bits.
+
+    XLA:CPU widens the operand of a bfloat16 gather to float32 first: all of the cache, at every step.
+    """
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16)):
+        return x.astype(dtype)
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _numbers(x: Array, dtype: DType) -> Array:
+    """What `_bits` holds, in a dtype."""
+    if x.dtype != jnp.uint16:
+        return x.astype(dtype)
+    # bfloat16 is the upper half of float32.
+    return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)
 
 
 def _block(geometry) -> int:
@@ -394,7 +412,8 @@ def _scores(cache: SparseCache, layer, b, q: Array, positions: Array, heads: Arr
             # The last span may reach back over the one before it: blocks are scored twice, not missed.
             begin = jnp.minimum(i * span, blocks - span)
             index = (layer, b, head, begin, jnp.int32(0), jnp.int32(0))
-            keys = lax.dynamic_slice(cache.keys, index, (1, 1, 1, span, H, block))[0, 0, 0].astype(q.dtype)
+            keys = lax.dynamic_slice(cache.keys, index, (1, 1, 1, span, H, block))[0, 0, 0]
+            keys = _numbers(keys, q.dtype)
             starts = (begin + _ints(span)) * block
             if ranking == "pooled":
                 found = jnp.einsum("rh,nh->nr", rows, keys.mean(-1)).reshape(span, size, G)
@@ -498,7 +517,7 @@ def _attend_lists(cache: SparseCache, layer, b, tiles: _Tiles, *, fixed: bool, l
     def batch(inputs):
         q, blocks, tile, head = inputs  # [x, G, R, H], [x, m], [x], [x]
         index = (layer, b, heads[head][:, None], jnp.clip(blocks, 0, cache.keys.shape[3] - 1))
-        keys, values = cache.keys[index].astype(q.dtype), cache.values[index].astype(q.dtype)
+        keys, values = _numbers(cache.keys[index], q.dtype), _numbers(cache.values[index], q.dtype)
         # One product per block: the layout of what was gathered fits it as it is.
         rows = jnp.broadcast_to(q.reshape(-1, 1, G * R, H), (each, m, G * R, H))
         scores = jnp.einsum("xmrh,xmhs->xmrs", rows, keys).reshape(each, m, G, R, block)
@@ -530,8 +549,8 @@ def _attend_keys(cache: SparseCache, layer, b, tiles: _Tiles, listed: Array):
         q, keys_of, edge = inputs  # [K, G, R, H], [K, r], [R]
         K, G, R, H = q.shape
         index, offset = jnp.maximum(keys_of, 0) // block, jnp.maximum(keys_of, 0) % block
-        keys = cache.keys[layer, b, _ints(K)[:, None], index, :, offset].astype(q.dtype)
-        values = cache.values[layer, b, _ints(K)[:, None], index, offset].astype(q.dtype)
+        keys = _numbers(cache.keys[layer, b, _ints(K)[:, None], index, :, offset], q.dtype)
+        values = _numbers(cache.values[layer, b, _ints(K)[:, None], index, offset], q.dtype)
         meet = (keys_of >= cache.geometry.anchors)[:, None] & (keys_of[:, None] <= edge[None, :, None])  # [K, R, r]
         scores = jnp.einsum("kxh,ksh->kxs", q.reshape(K, G * R, H), keys).reshape(K, G, R, -1)
         out, lse = _softmax(scores, meet[:, None])

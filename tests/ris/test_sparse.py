@@ -200,3 +200,35 @@ def test_shared_samples_equal_their_mask(model, tokens, block):
         expected = jnp.einsum("gts,sh->tgh", jax.nn.softmax(scores, -1), v[0, :, head])
         chex.assert_trees_all_close(out[0, :, 3 * head : 3 * head + 3], expected, atol=1e-12)
         assert int(cache.pairs[1, 0, head]) == mask.sum()
+
+
+def test_a_narrow_cache_is_never_widened_whole():
+    config = dataclasses.replace(CONFIG, param_dtype="float32", compute_dtype="float32", context=2**15)
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    geometry = ProbeGeometry(length=2**15, recall=((0, 1),))
+    caches = {
+        dtype: jax.eval_shape(lambda dtype=dtype: SparseCache.open(geometry, config, dtype=dtype))
+        for dtype in (jnp.float32, jnp.bfloat16)
+    }
+    extend = jax.jit(lambda m, t, c: m.extend(t, c, last_only=True), donate_argnums=2)
+    programs = {
+        dtype: extend.lower(model, jax.ShapeDtypeStruct((1, 64), jnp.int32), cache).compile().memory_analysis()
+        for dtype, cache in caches.items()
+    }
+    wide, narrow = programs[jnp.float32], programs[jnp.bfloat16]
+    held = 2 * caches[jnp.float32].keys.size * 4
+    assert narrow.temp_size_in_bytes < wide.temp_size_in_bytes + held / 4
+    assert wide.alias_size_in_bytes >= held
+
+
+def test_a_narrow_cache_rounds_once():
+    config = dataclasses.replace(CONFIG, param_dtype="float32", compute_dtype="float32")
+    geometry = GEOMETRY.replace(blocks=24)
+    k, v, q = (jax.random.normal(jax.random.key(i), (1, 20, heads, 8)) for i, heads in enumerate((2, 2, 6)))
+    slots, valid = jnp.arange(20, dtype=jnp.int32)[None], jnp.ones((1, 20), bool)
+    outs = []
+    for dtype, rounded in ((jnp.bfloat16, k), (jnp.float32, k.astype(jnp.bfloat16).astype(jnp.float32))):
+        cache = SparseCache.open(geometry, config, dtype=dtype)
+        values = v.astype(jnp.bfloat16).astype(jnp.float32)
+        outs.append(cache.append(0, rounded, values, slots, valid).attend(0, q, slots, valid, None, scale=1.0)[0])
+    chex.assert_trees_all_equal(*outs)
