@@ -25,6 +25,10 @@ RANKINGS = ("best", "mass", "pooled")
 probe's score with the block's mean key."""
 
 
+_RANKED_PER_TOKEN = 4096
+"""Keys per recall head that may be ranked for a token of an answer."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeGeometry(Geometry):
     """Window, anchors, and for each tile of queries and each key/value head the blocks that its probe ranks best.
@@ -137,6 +141,15 @@ class ProbeGeometry(Geometry):
         """
         factor = 1 << max((self.length // native).bit_length() - 1, 0)
         return self.replace(stride=self.stride * factor, recall_stride=self.recall_stride * factor)
+
+    def answering(self) -> "ProbeGeometry":
+        """The same for tokens read one at a time, where a ranking reads keys instead of multiplying with them.
+
+        Returns:
+            A geometry whose recall heads are ranked no more often than keeps that under a tenth of a token's time on
+            CPU: at each token up to 8k, at each 16th at 64k (measured on SmolLM2-135M).
+        """
+        return self.replace(recall_stride=max(self.recall_stride, self.length // _RANKED_PER_TOKEN))
 
     def _fill(self, allowed: np.ndarray, start: int) -> None:
         raise ValueError(

@@ -21,7 +21,7 @@ from ris_jax.block_shared import BlockSharedGeometry
 from ris_jax.density import causal_pairs, fixed_pairs
 from ris_jax.documents import long_text
 from ris_jax.geometry import Geometry, PublishedGeometry, fit_share
-from ris_jax.patterns import DenseGeometry, RandomBlockGeometry, StridedGeometry, WindowGeometry
+from ris_jax.patterns import DenseGeometry, RandomBlockGeometry, StridedGeometry
 from ris_jax.probe import ProbeGeometry
 from ris_jax.tasks import Task, copy_probes, key_table, passkey, spread
 
@@ -200,7 +200,9 @@ def _fitted(make: Callable[..., Geometry], share: float, *, low: int, high: int)
 
 
 def _window(share: float, length: int) -> Geometry:
-    return _fitted(lambda _: WindowGeometry(length=length, **fixed_part(share, length)), share, low=0, high=0)
+    # As a list of no blocks, which is read without touching what is left out; `WindowGeometry` is a mask.
+    fields = {"budget": 0, "block": _BLOCK, "tile": _BLOCK, **fixed_part(share, length)}
+    return _fitted(lambda _: BlockSharedGeometry(length=length, **fields), share, low=0, high=0)
 
 
 def _strided(share: float, length: int) -> Geometry:

@@ -31,6 +31,9 @@ _NUMBERS = 1 << 20
 
 _ints = functools.partial(jnp.arange, dtype=jnp.int32)
 
+_NEVER = 2**30
+"""A stride that no text reaches."""
+
 _FEW_ROWS = 16
 """Tiles of fewer rows do not read the window by themselves."""
 
@@ -203,7 +206,7 @@ class SparseCache:
 
         Args:
             policy: "frozen" keeps the blocks chosen last, "own" ranks anew for each token, "refresh" as `every` says.
-            every: tokens between rankings; None is the geometry's strides.
+            every: tokens between rankings; None is `ProbeGeometry.answering`.
 
         Returns:
             The cache; `close` gives back the one for further text.
@@ -215,10 +218,11 @@ class SparseCache:
             raise ValueError(f"policy = {policy!r} is unknown; choose 'frozen', 'refresh' or 'own'.")
         if every is not None and every < 1:
             raise ValueError(f"every = {every} must be at least 1 token.")
-        if (policy == "refresh" and every is None) or not isinstance(self.geometry, ProbeGeometry):
+        if not isinstance(self.geometry, ProbeGeometry):
             return self
-        every = {"frozen": 2**30, "own": 1}.get(policy, every)
-        geometry = self.geometry.replace(stride=every, recall_stride=every)
+        every = {"frozen": _NEVER, "own": 1}.get(policy, every)
+        geometry = self.geometry
+        geometry = geometry.replace(stride=every, recall_stride=every) if every else geometry.answering()
         return dataclasses.replace(self, geometry=geometry, reading=self.geometry)
 
     def close(self) -> Self:
