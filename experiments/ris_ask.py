@@ -4,7 +4,7 @@
     python -m experiments.ris_ask --context=report.txt --prompt="Who signed?" --prompt="When?" --greedy --log=run.json
     python -m experiments.ris_ask --context=books/ --prompt_file=question.txt --geometry=window --local=512 --out=a.txt
 
-Prints what will be computed, reads the documents, and streams an answer to each question from the documents alone.
+Prints what will be computed, reads the documents, and streams an answer to each question from them alone.
 Documents are read once: the second question, and the next run on the same files, start from what was kept. --stored
 lists that. Answers go to standard output, everything else to standard error.
 """
@@ -22,6 +22,7 @@ from plga_jax.audit.report import markdown_table, write_text
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Question; may be repeated; - reads standard input.")
 _PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "Text file with a question.")
 _OUT = flags.DEFINE_string("out", None, "Text file for the answers.")
+_GRAPH = flags.DEFINE_string("graph", None, "Draw what the last document token samples: a .dot or .graphml file.")
 _STORED = flags.DEFINE_bool("stored", False, "List what was read before and kept; do nothing else.")
 
 
@@ -33,6 +34,8 @@ def main() -> None:
     session = ris_flags.open_session(questions)
     config = ris_flags.answer_config()
     with ris_flags.logged(session):
+        if _GRAPH.value:
+            session.recall_star().write(_GRAPH.value)
         ris_flags.read(session)
         for question in questions:
             for piece in session.ask(question, config):

@@ -27,6 +27,7 @@ from ris_jax.cost import prefill_cost
 from ris_jax.density import expected_union
 from ris_jax.documents import Documents, read_documents
 from ris_jax.geometry import Geometry, PublishedGeometry
+from ris_jax.graph import RecallStar, recall_star
 from ris_jax.plan import Plan
 from ris_jax.prompts import layout
 from ris_jax.reader import Mark, Reader
@@ -187,6 +188,21 @@ class Session:
         if source == "computed":
             self._keep()
         return self.reading
+
+    def recall_star(self) -> RecallStar:
+        """The last token of the documents and the far tokens that it may read, as a graph.
+
+        Raises:
+            ValueError: nothing was opened, or a geometry whose samples depend on the queries, or that has none.
+        """
+        if self.plan is None:
+            raise ValueError("No documents are opened; call open first.")
+        if not isinstance(self._reader.geometry, PublishedGeometry):
+            raise ValueError(
+                f"A {self._reader.geometry.kind} geometry draws no samples of its own for a token; take stochastic or "
+                "structural for a graph of them."
+            )
+        return recall_star(self._reader.geometry, [self._tokenizer.decode([token]) for token in self._ids.tolist()])
 
     def ask(self, question: str, config: AnswerConfig | None = None) -> Iterator[str]:
         """Answers from the documents alone; a conversation, if there is one, is ended.

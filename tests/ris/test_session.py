@@ -560,3 +560,16 @@ def test_the_manifest_is_json_and_complete(make):
     assert manifest["turns"][0]["question"] == "Who?" and manifest["turns"][0]["answer"] == session.turns[0].answer
     assert {"jax", "python"} <= manifest["environment"].keys() and manifest["model"]["name"] == "toy"
     assert manifest["turns"][0]["config"]["sampling"]["greedy"] is True
+
+
+def test_the_recall_star_names_the_tokens_that_are_read(make, tmp_path):
+    session = make(geometry=lambda window: PublishedGeometry(length=window, seeds=2, density=0.05, local=8, anchors=2))
+    star = session.recall_star()
+    ids = document_ids(session)
+    assert star.row == len(ids) - 1 and star.edges
+    for node, text in zip(star.nodes, star.texts):
+        assert text == TOKENIZER.decode([ids[node]])
+    star.write(tmp_path / "star.dot")
+    assert (tmp_path / "star.dot").read_text().startswith("graph recall")
+    with pytest.raises(ValueError, match="dense geometry draws no samples"):
+        make().recall_star()
