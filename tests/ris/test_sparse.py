@@ -202,10 +202,12 @@ def test_shared_samples_equal_their_mask(model, tokens, block):
         assert int(cache.pairs[1, 0, head]) == mask.sum()
 
 
-def test_a_narrow_cache_is_never_widened_whole():
-    config = dataclasses.replace(CONFIG, param_dtype="float32", compute_dtype="float32", context=2**15)
+def test_memory_at_64k():
+    """A chunk needs no T×T bits, and a narrow cache is never widened whole."""
+    T = 2**16
+    config = dataclasses.replace(CONFIG, param_dtype="float32", compute_dtype="float32", context=T)
     model = Decoder(config, rngs=nnx.Rngs(0))
-    geometry = ProbeGeometry(length=2**15, recall=((0, 1),))
+    geometry = ProbeGeometry(length=T, recall=((0, 1),))
     caches = {
         dtype: jax.eval_shape(lambda dtype=dtype: SparseCache.open(geometry, config, dtype=dtype))
         for dtype in (jnp.float32, jnp.bfloat16)
@@ -216,6 +218,7 @@ def test_a_narrow_cache_is_never_widened_whole():
         for dtype, cache in caches.items()
     }
     wide, narrow = programs[jnp.float32], programs[jnp.bfloat16]
+    assert wide.temp_size_in_bytes < T * T / 8 / 16
     held = 2 * caches[jnp.float32].keys.size * 4
     assert narrow.temp_size_in_bytes < wide.temp_size_in_bytes + held / 4
     assert wide.alias_size_in_bytes >= held
