@@ -11,7 +11,7 @@ Source: Touvron et al. 2023 (Llama), Bai et al. 2023 (Qwen), Jiang et al. 2023 (
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from jax import lax
 from plga_jax.array_types import Array, DType, statistics_dtype
 from plga_jax.caches import KVCache
 from plga_jax.models.decoder_config import DecoderConfig
-from plga_jax.models.stacking import over_layers, unstack
+from plga_jax.models.language_model import LanguageModel, last_real
+from plga_jax.models.stacking import over_layers
 from plga_jax.modules.linear import GatedLinear, Linear, RMSNorm
-from plga_jax.ops.attention import attention
 from plga_jax.ops.masks import Mask
 from plga_jax.ops.rope import rope
 
@@ -97,13 +97,18 @@ class Layer(nnx.Module):
             rngs=rngs,
         )
 
+    def join(self) -> None:
+        """Joins maps of one input, for decoding."""
+        self.attention.join()
+        self.mlp.join()
+
     def finish(self, x: Array, attended: Array) -> Array:
         """Everything after the attention kernel: x [B, T, D], attended [B, T, N, H] -> [B, T, D]."""
         x = x + self.attention.out(attended.reshape(*x.shape[:-1], -1)).astype(x.dtype)
         return x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
 
 
-class Decoder(nnx.Module):
+class Decoder(LanguageModel):
     """The language model."""
 
     cache_kinds = ("kv",)
@@ -178,7 +183,7 @@ class Decoder(nnx.Module):
             "hidden": jnp.concatenate([start[None], hidden]) if "hidden" in collect else None,
             "final": final if "final" in collect else None,
         }
-        final = _last(final, valid) if last_only else final
+        final = last_real(final, valid) if last_only else final
         return self._logits(final), DecoderOutputs(**outputs)
 
     def init_cache(self, batch: int, capacity: int, *, kind: str = "kv", dtype: DType | None = None) -> KVCache:
@@ -263,36 +268,8 @@ class Decoder(nnx.Module):
         cache = cache.advance(valid)
         if not need_logits:
             return None, cache
-        x = self.norm(_last(x, valid) if last_only else x)
+        x = self.norm(last_real(x, valid) if last_only else x)
         return self._logits(x), cache
-
-    def unstacked(self) -> Self:
-        """The same model with each layer in arrays of its own, for decoding on CPU; see `stacking.unstack`.
-
-        Returns:
-            A model for `prefill`, `extend` and calls.
-        """
-        if isinstance(self.layers, nnx.List):
-            return self
-        copy = nnx.merge(*nnx.split(self))
-        copy.layers = unstack(self.layers)
-        for layer in copy.layers:
-            layer.attention.join()
-            layer.mlp.join()
-        return copy
-
-    @property
-    def num_parameters(self) -> int:
-        """How many numbers are trained."""
-        return sum(x.size for x in jax.tree.leaves(nnx.state(self, nnx.Param)))
-
-    @property
-    def _scale(self) -> float:
-        return self.config.head_width**-0.5
-
-    def _attention(self, q, k, v, mask=None, *, scale=None, return_lse=False):
-        implementation = self.config.attention
-        return attention(q, k, v, mask, scale=scale, return_lse=return_lse, implementation=implementation)
 
     def _planes(self, length: int) -> tuple[np.ndarray, float]:
         """Angular frequencies and factor of rotary positions for inputs of some length."""
@@ -349,10 +326,3 @@ def _positions(valid: Array, segment_ids: Array | None) -> Array:
     changed = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1) != segment_ids
     begins = valid & (changed | (before < 0))
     return count - lax.cummax(jnp.where(begins, count, 0), axis=1)
-
-
-def _last(x: Array, valid: Array) -> Array:
-    """The row of each sequence's last real token, wherever its padding stands: [B, T, D] -> [B, 1, D]."""
-    columns = jnp.arange(x.shape[1])[None]
-    last = jnp.max(jnp.where(valid, columns, 0), axis=1)
-    return jnp.take_along_axis(x, last[:, None, None], axis=1)

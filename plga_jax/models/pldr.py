@@ -24,11 +24,11 @@ from flax import nnx
 
 from plga_jax.array_types import Array, DType, statistics_dtype
 from plga_jax.caches import KVCache
+from plga_jax.models.language_model import LanguageModel, last_real
 from plga_jax.models.pldr_config import PLDRConfig
 from plga_jax.models.pldr_layers import Constant, DecoderLayer, Rows
-from plga_jax.models.stacking import over_layers, unstack
+from plga_jax.models.stacking import over_layers
 from plga_jax.modules.linear import LayerNorm, Linear
-from plga_jax.ops.attention import attention
 from plga_jax.ops.masks import Mask
 from plga_jax.ops.power_law import fold_operator
 
@@ -87,7 +87,7 @@ class PLDRCache:
         return self.kv.overflowed
 
 
-class PLDR(nnx.Module):
+class PLDR(LanguageModel):
     """The language model."""
 
     def __init__(self, config: PLDRConfig, *, rngs: nnx.Rngs):
@@ -145,7 +145,7 @@ class PLDR(nnx.Module):
         self._check(tokens, operators, collect)
         rows = self._rows(tokens, positions, segment_ids, num_segments)
         x, _, deduced = self._run(tokens, rows, operators, tuple(collect), None)
-        x = _last(x, rows) if last_only else x
+        x = last_real(x, rows.valid) if last_only else x
         return self._logits(x), DeductiveOutputs(**deduced)
 
     def init_cache(self, batch: int, capacity: int, *, kind: str = "kv_g", dtype: DType | None = None) -> PLDRCache:
@@ -216,7 +216,7 @@ class PLDR(nnx.Module):
         collect = ("A" if cache.kind == "kv" else "G_LM",) if cache.operators is not None else ()
         x, kv, deduced = self._run(tokens, rows, operators, collect, kv)
         held = deduced[collect[0]].astype(cache.operators.dtype) if collect else None
-        x = _last(x, rows) if last_only else x
+        x = last_real(x, rows.valid) if last_only else x
         return self._logits(x), PLDRCache(kv=kv, operators=held, kind=cache.kind)
 
     def extend(self, tokens: Array, cache: PLDRCache, *, segment_ids: Array | None = None) -> tuple[Array, PLDRCache]:
@@ -279,34 +279,6 @@ class PLDR(nnx.Module):
             for path, variable in nnx.to_flat_state(constant)
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(replaced), rest)
-
-    def unstacked(self) -> Self:
-        """The same model with each layer in arrays of its own, for decoding on CPU; see `stacking.unstack`.
-
-        Returns:
-            A model for `prefill`, `extend` and calls.
-        """
-        if isinstance(self.layers, nnx.List):
-            return self
-        copy = nnx.merge(*nnx.split(self))
-        copy.layers = unstack(self.layers)
-        for layer in copy.layers:
-            layer.attention.join()
-            layer.ffn.join()
-        return copy
-
-    @property
-    def num_parameters(self) -> int:
-        """How many numbers are trained."""
-        return sum(x.size for x in jax.tree.leaves(nnx.state(self, nnx.Param)))
-
-    @property
-    def _scale(self) -> float:
-        return self.config.head_width**-0.5
-
-    def _attention(self, q, k, v, mask=None, *, scale=None, return_lse=False):
-        implementation = self.config.attention
-        return attention(q, k, v, mask, scale=scale, return_lse=return_lse, implementation=implementation)
 
     def _embed(self, tokens: Array) -> Array:
         # √D matters only through the ε of the norm that follows.
@@ -414,13 +386,6 @@ class PLDR(nnx.Module):
                 f"Operators of shape {operators.shape} do not fit; expected [L, N, H, H] = "
                 f"{allowed[0]} or [L, B, N, H, H] = {allowed[1]}."
             )
-
-
-def _last(x: Array, rows: Rows) -> Array:
-    """The row of each sequence's last real token, wherever its padding stands: [B, T, D] -> [B, 1, D]."""
-    columns = jnp.arange(x.shape[1])[None]
-    last = jnp.max(jnp.where(rows.valid, columns, 0), axis=1)
-    return jnp.take_along_axis(x, last[:, None, None], axis=1)
 
 
 def _count_segments(segment_ids: Array) -> int:

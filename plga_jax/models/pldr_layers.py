@@ -103,6 +103,11 @@ class DecoderLayer(nnx.Module):
         self.ffn = GatedLinear(D, config.hidden_width, dtype=dtype, compute_dtype=config.compute_dtype, rngs=rngs)
         self.ffn_norm = LayerNorm(D, epsilon=config.norm_epsilon, dtype=dtype)
 
+    def join(self) -> None:
+        """Joins maps of one input, for decoding."""
+        self.attention.join()
+        self.ffn.join()
+
     def finish(self, x: Array, attended: Array) -> Array:
         """Everything after the attention kernel: x [B, T, D], attended [B, T, N, H] -> [B, T, D]."""
         # The residual stream stays in the parameters' dtype; only products run in the compute dtype.
