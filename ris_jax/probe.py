@@ -147,7 +147,7 @@ class ProbeGeometry(Geometry):
 
         Returns:
             A geometry whose recall heads are ranked no more often than keeps that under a tenth of a token's time on
-            CPU: at each token up to 8k, at each 16th at 64k (measured on SmolLM2-135M).
+            CPU: at each token below 8k, at each 16th at 64k (measured on SmolLM2-135M).
         """
         return self.replace(recall_stride=max(self.recall_stride, self.length // _RANKED_PER_TOKEN))
 

@@ -235,3 +235,36 @@ def test_a_narrow_cache_rounds_once():
         values = v.astype(jnp.bfloat16).astype(jnp.float32)
         outs.append(cache.append(0, rounded, values, slots, valid).attend(0, q, slots, valid, None, scale=1.0)[0])
     chex.assert_trees_all_equal(*outs)
+
+
+def test_answers_choose_as_they_are_told(model, tokens):
+    extend = jax.jit(lambda m, t, c: m.extend(t, c))
+    _, cache = extend(model, tokens[:, :40], SparseCache.open(GEOMETRY, CONFIG))
+
+    def answer(**policy):
+        lent = cache.respond(**policy)
+        for t in range(40, 48):
+            logits, lent = extend(model, tokens[:, t : t + 1], lent)
+        return logits, lent
+
+    default, lent = answer()
+    # A short text is ranked for an answer as it is for reading, so decoding goes on as reading would.
+    read_on, _ = read(model, tokens[:, :48], SparseCache.open(GEOMETRY, CONFIG), [48])
+    chex.assert_trees_all_close(default[:, 0], read_on[:, -1], atol=1e-10)
+    frozen, held = answer(policy="frozen")
+    chex.assert_trees_all_equal(held.chosen, cache.chosen)
+    own, _ = answer(policy="own")
+    assert not np.allclose(frozen, default) and not np.allclose(own, frozen)
+    assert lent.close().geometry == held.close().geometry == GEOMETRY
+    assert held.geometry.stride > 2**20 and held.reading == GEOMETRY
+    with pytest.raises(ValueError, match="policy = 'never'"):
+        cache.respond(policy="never")
+
+
+def test_ranking_stays_cheap_in_long_windows():
+    short, long = (ProbeGeometry(length=length, recall=((0, 0),)) for length in (8192, 131_072))
+    assert short.thinned() == short
+    assert (long.thinned().stride, long.thinned().recall_stride) == (512, 8)
+    assert short.answering().recall_stride == 2 and long.answering().recall_stride == 32
+    # One head of 90 at every query, the others at every 64th.
+    assert short.ranking_share(30, 3) == pytest.approx(1 / 90 + 89 / 90 / 64)
