@@ -71,7 +71,7 @@ def test_the_log(talked, folder):
 
 
 def test_ctrl_c_forgets_the_question_that_is_being_answered(folder, answers):
-    process = begin(folder, "--max_new_tokens=400")
+    process = begin(folder, "--max_new_tokens=1000")
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
