@@ -36,6 +36,23 @@ def fresh_trace_counter():
     chex.clear_trace_counter()
 
 
+_MAPPINGS = 20_000
+"""Of 65,530 that Linux gives a process by default."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Forgets compiled programs when there are many: each holds memory mappings, and XLA crashes when they run out."""
+    yield
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            count = sum(1 for _ in maps)
+    except OSError:
+        return
+    if count > _MAPPINGS:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     """Runs the test in float64; goldens and oracles are compared there."""
