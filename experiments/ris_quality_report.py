@@ -213,8 +213,8 @@ def _markdown(groups: Mapping[tuple[str, float], Sequence[Row]], rows: Sequence[
             f"begun again with {setting['prompt']}; {setting['keys']} keys in one text; one passkey at distance "
             f"{setting['context'] // 2}.\n",
             'Pairs: read over the causal ones, counted. "With ranking" adds the products made only to choose keys, '
-            "over those of dense attention, which makes two a pair. Published masks and fixed patterns are computed as "
-            "masked dense products: their seconds are not what their pairs would allow.\n",
+            "over those of dense attention, which makes two a pair. Published geometries, strides and random blocks "
+            "are computed as masked dense products: their seconds are not what their pairs would allow.\n",
             markdown_table(header, cells),
             "![](quality.png)\n",
             f"{where['machine']}, {where['cores']} cores; "
