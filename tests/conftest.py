@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import sys
 
 # Most of a test's time is XLA compiling a tiny model. Unoptimised machine code is made in half the time and computes
@@ -25,7 +26,12 @@ GOLDENS = pathlib.Path(__file__).parent / "goldens"
 
 
 def pytest_configure(config):
-    """Parses absl's flags once (to their defaults): grain reads one of them when it starts workers."""
+    """Parses absl's flags once (to their defaults): grain reads one of them when it starts workers.
+
+    A run started in the background of a shell ignores Ctrl-C, and so would every process it starts; tests send it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(sys.argv[:1])
 
