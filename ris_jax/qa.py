@@ -6,6 +6,7 @@ cannot see each other.
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -27,6 +28,9 @@ RESERVE = 1024
 LIMIT = 0.85
 """A question counts in the published protocol if its position is below this share of the documents read."""
 SCORINGS = ("letter", "spaced", "option")
+SAMPLED = ("stochastic", "structural", "structural-total")
+"""Modes of the published geometry; "total" counts the cliques into the nominal density."""
+MODES = (*SAMPLED, "probe", "block_shared")
 WITH_DOCUMENTS = "Read these documents. Questions about what they say will follow.\n\n"
 WITHOUT_DOCUMENTS = "Questions will follow. Answer each from what you know.\n\n"
 
@@ -42,8 +46,8 @@ class Reader(Protocol):
         """Float [rows, V]: the predictions after the last `rows` of the ids, int32 [T], read after a state."""
         ...
 
-    def real_density(self, length: int) -> float:
-        """Share of the causal pairs of `length` tokens that are computed."""
+    def real_density(self, state: Any) -> float:
+        """Share of the causal pairs that were computed to get to a state."""
         ...
 
 
@@ -54,10 +58,10 @@ class Setting:
     Attributes:
         model: a name for the model.
         rope: RoPE scaling, as given to the reader.
-        mode: of the geometry; "dense" computes every pair, "none" reads no documents.
+        mode: one of `MODES`; or "dense", which computes every pair, or "none", which reads no documents.
         window: tokens; 0 without documents.
-        density: nominal; 1 for dense.
-        seeds: redundant samplings; 0 for the floors.
+        density: nominal; of "block_shared" the share of the causal pairs that is asked for; 1 where there is neither.
+        seeds: redundant samplings; 0 where nothing is sampled.
         base_seed: of the first sampling.
     """
 
@@ -87,30 +91,40 @@ def settings(
     modes: Sequence[str],
     ropes: Sequence[str],
     base_seeds: Sequence[int] = (42,),
+    shares: Sequence[float] = (0.25,),
 ) -> list[Setting]:
     """All combinations, after the floors, which are always run: no documents, and dense attention at every window.
 
     Args:
         model: a name for the model.
         windows: tokens.
-        densities: nominal.
-        seeds: redundant samplings.
-        modes: of the geometry.
+        densities: nominal, of the modes that are `SAMPLED`.
+        seeds: redundant samplings, likewise.
+        modes: out of `MODES`; "probe" is one setting for each window and scaling.
         ropes: RoPE scalings.
         base_seeds: repetitions with other samples, by the seed of the first sampling.
+        shares: of the causal pairs, for "block_shared".
 
     Returns:
         The settings, each once.
+
+    Raises:
+        ValueError: an unknown mode.
     """
+    if unknown := sorted({*modes} - {*MODES}):
+        raise ValueError(f"modes {unknown} are unknown; choose from {', '.join(MODES)}")
     found = [Setting(model=model, rope="none", mode="none", window=0)]
-    for window in windows:
-        for rope in ropes:
-            found.append(Setting(model=model, rope=rope, mode="dense", window=window))
+    for window, rope in itertools.product(windows, ropes):
+        make = functools.partial(Setting, model=model, rope=rope, window=window)
+        found.append(make(mode="dense"))
+        for mode in modes:
+            if mode == "probe":
+                found.append(make(mode=mode))
+                continue
+            grid = itertools.product(densities, seeds) if mode in SAMPLED else ((share, 1) for share in shares)
             found += [
-                Setting(model=model, rope=rope, mode=mode, window=window, density=density, seeds=count, base_seed=base)
-                for mode in modes
-                for density in densities
-                for count in seeds
+                make(mode=mode, density=density, seeds=count, base_seed=base)
+                for density, count in grid
                 for base in base_seeds
             ]
     return list(dict.fromkeys(found))
@@ -343,7 +357,7 @@ def evaluate(
             "Seeds": setting.seeds,
             "Base_Seed": setting.base_seed,
             "Run_ID": run,
-            "Real_Density": reader.real_density(context_length) if setting.window else 0.0,
+            "Real_Density": round(reader.real_density(state), 6) if setting.window else 0.0,
             "Prefill_Seconds": round(prefill_seconds, 3),
         }
         for key in tqdm.tqdm(todo, unit="answer", leave=False, disable=not progress):

@@ -12,11 +12,10 @@ import numpy as np
 
 from plga_jax.array_types import Array, DType
 from plga_jax.models.decoder import Decoder
-from ris_jax.attend import StreamedCache, open_cache
-from ris_jax.density import causal_pairs
+from ris_jax.attend import open_cache
 from ris_jax.geometry import Geometry
 from ris_jax.probe import ProbeGeometry
-from ris_jax.qa_reader import CacheReader
+from ris_jax.qa_reader import CacheReader, State, read_share, row_pairs
 from ris_jax.quality import Episode, Protocol
 from ris_jax.tasks import Probe, log_probs
 
@@ -53,17 +52,15 @@ class Meter:
         """
         self.geometry, self.protocol, self.model = geometry, protocol, model
         self._kv_dtype = kv_dtype
-        self._reader = CacheReader(
-            model, self._open, lambda _: geometry.share(), ready=_ready, reserve=protocol.length - protocol.context
-        )
+        self._reader = CacheReader(model, geometry, kv_dtype=kv_dtype, reserve=protocol.length - protocol.context)
         self._seconds: list[tuple[float, float]] = []  # wall clock and processor time of each chunk that is timed
         begin = time.perf_counter()
         tokens = jnp.zeros((1, protocol.chunk), jnp.int32)
-        cache = _ready(self._open(protocol.length), 0, protocol.chunk)
+        cache = self._open(protocol.length).ready(0, protocol.chunk)
         self._advance = _advance.lower(model, tokens, cache).compile()
         self.compile_seconds = time.perf_counter() - begin
 
-    def score(self, context: np.ndarray) -> tuple[Scores, tuple[Any, int]]:
+    def score(self, context: np.ndarray) -> tuple[Scores, State]:
         """Reads a text and notes its predictions; never more than a chunk of them is held.
 
         Args:
@@ -82,18 +79,18 @@ class Meter:
             here = compared[(compared >= start) & (compared < stop)] - start
             at = np.zeros(most, np.int32)
             at[: len(here)] = here
-            cache = _ready(cache, start, stop)
-            pairs += _rows(cache)
+            cache = cache.ready(start, stop)
+            pairs += row_pairs(cache)
             losses, rows, cache = _score(
                 self.model, *(jnp.asarray(x[None, start:stop]) for x in (context, targets)), jnp.asarray(at), cache
             )
             nll.append(np.asarray(losses))
             logits.append(np.asarray(rows)[: len(here)])
-        share = self._share(cache, pairs / causal_pairs(len(context)))
+        share = read_share(cache, len(context), pairs)
         scores = Scores(nll=np.concatenate(nll)[:-1], logits=np.concatenate(logits), share=share)
-        return scores, (cache, len(context))
+        return scores, State(cache, len(context), share)
 
-    def read(self, context: np.ndarray) -> tuple[Any, int]:
+    def read(self, context: np.ndarray) -> State:
         """Reads a text, timed.
 
         Args:
@@ -108,11 +105,11 @@ class Meter:
             tokens = jnp.asarray(context[None, start:stop])
             wall, cpu = time.perf_counter(), time.process_time()
             # What a geometry does on the host to be read by is part of its price.
-            cache = jax.block_until_ready(self._advance(self.model, tokens, _ready(cache, start, stop)))
+            cache = jax.block_until_ready(self._advance(self.model, tokens, cache.ready(start, stop)))
             self._seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
-        return cache, len(context)
+        return State(cache, len(context))
 
-    def ask(self, state: tuple[Any, int], probe: Probe, continuation: np.ndarray | None = None) -> np.ndarray:
+    def ask(self, state: State, probe: Probe, continuation: np.ndarray | None = None) -> np.ndarray:
         """Predictions of a continuation's tokens after a text and a prompt; the state stays as it is.
 
         Args:
@@ -142,11 +139,6 @@ class Meter:
 
     def _open(self, capacity: int) -> Any:
         return open_cache(self.geometry, self.model.config, capacity=capacity, dtype=self._kv_dtype)
-
-    def _share(self, cache, counted: float) -> float:
-        if isinstance(cache, StreamedCache):
-            return counted
-        return float(cache.real_share()[0]) if hasattr(cache, "real_share") else 1.0
 
 
 def measure(meter: Meter, episode: Episode, reference: np.ndarray) -> dict[str, Any]:
@@ -233,15 +225,6 @@ def divergence(reference: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, n
 
 def _nll(meter: Meter, state, probe: Probe) -> float:
     return float(-log_probs(meter.ask(state, probe), probe.answer).mean())
-
-
-def _ready(cache, start: int, stop: int):
-    return cache.ready(start, stop) if hasattr(cache, "ready") else cache
-
-
-def _rows(cache) -> int:
-    """Pairs that the rows a cache holds allow."""
-    return int(np.bitwise_count(np.asarray(cache.rows)).sum(dtype=np.int64)) if isinstance(cache, StreamedCache) else 0
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -37,7 +37,7 @@ class Knowing:
         self.prefills += 1
         return tuple(ids.tolist())
 
-    def real_density(self, length):
+    def real_density(self, state):
         return 0.25
 
     def logits(self, state, ids, rows=1):
@@ -93,6 +93,16 @@ def test_floors_are_always_run():
     assert [setting.window for setting in found if setting.mode == "dense"] == [2048, 4096]
     assert len(found) == 1 + 2 * (1 + 2 * 2 * 2)
     assert len(set(found)) == len(found)
+
+
+def test_each_mode_has_the_grid_that_means_something_to_it():
+    found = grid(modes=["probe", "block_shared"], seeds=[1, 10], base_seeds=[42, 43], shares=[0.1, 0.2])
+    assert [(each.mode, each.density, each.seeds, each.base_seed) for each in found[2:]] == [
+        ("probe", 1.0, 0, 0),
+        *(("block_shared", share, 1, base) for share in (0.1, 0.2) for base in (42, 43)),
+    ]
+    with pytest.raises(ValueError, match=r"modes \['dense', 'probes'\] are unknown; choose from stochastic"):
+        grid(modes=["probes", "probe", "dense"])
 
 
 @pytest.mark.parametrize("scoring", qa.SCORINGS)

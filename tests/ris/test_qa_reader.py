@@ -1,7 +1,5 @@
 """The reader of the benchmark against calls of the model without a cache."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,11 @@ from flax import nnx
 
 from plga_jax.models.decoder import Decoder
 from plga_jax.models.decoder_config import DecoderConfig
+from ris_jax import density
+from ris_jax.block_shared import BlockSharedGeometry
+from ris_jax.geometry import PublishedGeometry
+from ris_jax.patterns import DenseGeometry
+from ris_jax.probe import ProbeGeometry
 from ris_jax.qa_reader import CacheReader
 
 
@@ -35,7 +38,7 @@ def without_cache(model, tokens):
 
 def reader(model, **changes):
     options = {"chunk": 16, "reserve": 100} | changes
-    return CacheReader(model, functools.partial(model.init_cache, 1), lambda length: 1.0, **options)
+    return CacheReader(model, DenseGeometry(length=model.config.context), **options)
 
 
 @pytest.mark.parametrize("length", [1, 37])
@@ -60,5 +63,27 @@ def test_what_does_not_fit_is_refused(model):
     state = mine.prefill(np.zeros(5, np.int32))
     with pytest.raises(ValueError, match="21 tokens, 20 are kept"):
         mine.logits(state, np.zeros(21, np.int32))
-    with pytest.raises(ValueError, match="exceeds the model's context"):
+    with pytest.raises(ValueError, match="141 tokens and 20 for a question exceed the model's context of 160"):
         mine.prefill(np.zeros(141, np.int32))
+
+
+def test_real_density_is_counted(model):
+    context = np.random.default_rng(0).integers(0, 50, 50).astype(np.int32)
+    published = PublishedGeometry(length=160, local=7, anchors=4, seeds=2)
+    structural = published.replace(mode="structural")
+    fixed = {"local": 8, "anchors": 4}
+    shared = BlockSharedGeometry(length=160, budget=8, block=4, tile=8, **fixed)
+    alone = density.fixed_pairs(50, **fixed) / density.causal_pairs(50)
+    for geometry, expected in (
+        (DenseGeometry(length=160), 1.0),
+        (published, density.real_share(published.chunks(10, 0, 50), 50)),
+        (structural, density.real_share(structural.chunks(10, 0, 50), 50)),
+        (ProbeGeometry(length=160, block=4, blocks=0, stride=8, **fixed), alone),
+        (shared.replace(budget=0), alone),
+    ):
+        mine = CacheReader(model, geometry, chunk=16, reserve=100)
+        # float32 counts of few pairs are exact, their quotient is not.
+        assert mine.real_density(mine.prefill(context)) == pytest.approx(expected, rel=1e-6)
+    for geometry in (shared, ProbeGeometry(length=160, block=4, blocks=2, stride=8, recall=((1, 0),), **fixed)):
+        mine = CacheReader(model, geometry, chunk=16, reserve=100)
+        assert alone < mine.real_density(mine.prefill(context)) < 1
