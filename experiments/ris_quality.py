@@ -21,7 +21,7 @@ from plga_jax.models.decoder import Decoder
 from plga_jax.train.data import load_corpus
 from plga_jax.train.records import Records
 from ris_jax.patterns import DenseGeometry
-from ris_jax.quality import ABLATIONS, FAMILIES, Protocol, contestants, episode
+from ris_jax.quality import ABLATIONS, FAMILIES, MIXES, Protocol, contestants, episode
 from ris_jax.quality_meter import Meter, measure
 from ris_jax.recall import TEXT, recall_heads
 from ris_jax.session import with_config
@@ -32,7 +32,11 @@ _OUT = flags.DEFINE_string("out", "runs/ris_quality", "Folder for everything tha
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1"], "Of texts and questions.")
 _SHARES = flags.DEFINE_list("shares", ["0.05", "0.075", "0.1", "0.15", "0.2", "0.3"], "Of the causal pairs.")
 _FAMILIES = flags.DEFINE_list("families", ["dense", *FAMILIES], "Geometries to compare.")
-_ABLATIONS = flags.DEFINE_bool("ablations", False, "Also the probe-selected geometry without one of its parts.")
+_ABLATIONS = flags.DEFINE_bool(
+    "ablations",
+    False,
+    "Also the probe-selected geometry without one of its parts, and stochastic answers without PFUS.",
+)
 _ABLATION_SHARES = flags.DEFINE_list("ablation_shares", ["0.1"], "Shares at which parts are left out.")
 _LENGTH = flags.DEFINE_integer("length", Protocol.length, "Tokens of the window.")
 _CONTEXT = flags.DEFINE_integer("context", Protocol.context, "Tokens of each text, whole chunks.")
@@ -75,7 +79,9 @@ def main() -> int:
     corpus, model = load_corpus(_CORPUS.value), stretched(loaded, sizes.length)
     plans = contestants(sizes, map(float, _SHARES.value), recall, families=_FAMILIES.value)
     if _ABLATIONS.value:
-        plans += contestants(sizes, map(float, _ABLATION_SHARES.value), recall, families=(), ablations=ABLATIONS)
+        plans += contestants(
+            sizes, map(float, _ABLATION_SHARES.value), recall, families=(), ablations=(*ABLATIONS, *MIXES)
+        )
     for plan in plans:
         if isinstance(plan, str):
             print("left out:", plan)
@@ -103,7 +109,7 @@ def main() -> int:
             reference = Meter(model, DenseGeometry(length=sizes.length), sizes).score(texts.copy.context)[0].logits
             for plan in todo:
                 bar.set_description(f"seed {seed}, {plan.family} {plan.target:.3g}")
-                found = measure(Meter(model, plan.geometry, sizes), texts, reference)
+                found = measure(Meter(model, plan.geometry, sizes, mix=plan.mix), texts, reference)
                 row = report.row(setting, seed, plan, found) | {"step": len(rows)}
                 records.append(row)
                 rows.append(row)

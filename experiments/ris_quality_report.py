@@ -120,7 +120,7 @@ def figure(groups: Mapping[tuple[str, float], Sequence[Row]]) -> Figure:
             )
             x, mean = np.array([p[0] for p in points]), np.array([p[1] for p in points])
             low, high = np.array([p[2] for p in points]).T
-            colour, ablated = COLOURS[index % len(COLOURS)], family.startswith("probe,")
+            colour, ablated = COLOURS[index % len(COLOURS)], ", " in family
             axes.errorbar(
                 x,
                 mean,

@@ -83,12 +83,31 @@ class CacheReader:
         Raises:
             ValueError: if the question exceeds the reserve.
         """
+        out = _predict(self._model, *self._question(state, ids), last_only=rows == 1)[0]
+        return np.asarray(out if rows == 1 else out[len(ids) - rows : len(ids)])
+
+    def follow(self, state: State, ids: np.ndarray) -> tuple[np.ndarray, Any]:
+        """Predictions after a question, and a cache that holds it, for an answer; the state stays as it is.
+
+        Args:
+            state: of `prefill`.
+            ids: int32 [T].
+
+        Returns:
+            Float [V], and the cache, which shares nothing with the state's.
+
+        Raises:
+            ValueError: if the question exceeds the reserve.
+        """
+        out, cache = _follow(self._model, *self._question(state, ids))
+        return np.asarray(out[0, -1]), cache
+
+    def _question(self, state: State, ids: np.ndarray) -> tuple[jax.Array, jax.Array, Any]:
+        """A question, padded, and the cache that is to read it."""
         if len(ids) > self._reserve:
             raise ValueError(f"the question has {len(ids)} tokens, {self._reserve} are kept for it: shorten it")
         cache = state.cache.ready(state.length, state.length + len(ids))
-        padded = _padded(ids, min(-(-len(ids) // STEP) * STEP, cache.capacity))
-        out = _predict(self._model, *padded, cache, last_only=rows == 1)[0]
-        return np.asarray(out if rows == 1 else out[len(ids) - rows : len(ids)])
+        return *_padded(ids, min(-(-len(ids) // STEP) * STEP, cache.capacity)), cache
 
 
 def row_pairs(cache: Any) -> int:
@@ -126,3 +145,8 @@ def _read(model, tokens, real, cache):
 @jax.jit(static_argnames="last_only")
 def _predict(model, tokens, real, cache, last_only):
     return model.extend(tokens, cache, segment_ids=real, last_only=last_only)[0]
+
+
+@jax.jit
+def _follow(model, tokens, real, cache):
+    return model.extend(tokens, cache, segment_ids=real, last_only=True)

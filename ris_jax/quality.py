@@ -147,11 +147,14 @@ class Contestant:
         family: what it is called.
         target: the share of causal pairs that it may spend; 1 for dense.
         geometry: made for the window.
+        mix: how answers that are read token by token put window and far keys together, one of `anchor.MIXES`; None
+            reads answers as text, like all else.
     """
 
     family: str
     target: float
     geometry: Geometry
+    mix: str | None = None
 
 
 def fixed_part(share: float, length: int) -> dict[str, int]:
@@ -271,6 +274,11 @@ ABLATIONS: dict[str, dict] = {
 """Changes to `probe_at`; each has its blocks fitted anew, so that all spend the same share. "oracle" has every query of
 every head rank by itself."""
 
+MIXES: dict[str, str] = {"stochastic, one softmax": "exact", "stochastic, half and half": "half"}
+"""Ways of putting the window and the far keys of "stochastic" together where answers are read token by token, as they
+are made: by one softmax over the union (PFUS), or the mean of both results, which is PFUS left out. Texts and prompts
+are read alike; only what is asked tells the two apart."""
+
 
 def contestants(
     protocol: Protocol,
@@ -287,7 +295,7 @@ def contestants(
         shares: of the causal pairs of the context, each for every family.
         recall: heads that recall; see `probe_at`.
         families: names out of `FAMILIES`, and "dense".
-        ablations: names out of `ABLATIONS`.
+        ablations: names out of `ABLATIONS` and `MIXES`.
 
     Returns:
         Dense first, then share by share; a sentence where a family has nothing within a share.
@@ -295,20 +303,22 @@ def contestants(
     Raises:
         ValueError: unknown names.
     """
-    if unknown := ({*families} - {"dense", *FAMILIES}) | ({*ablations} - {*ABLATIONS}):
-        known = ", ".join(("dense", *FAMILIES, *ABLATIONS))
+    if unknown := ({*families} - {"dense", *FAMILIES}) | ({*ablations} - {*ABLATIONS, *MIXES}):
+        known = ", ".join(("dense", *FAMILIES, *ABLATIONS, *MIXES))
         raise ValueError(f"geometries {sorted(unknown)} are unknown; choose from {known}")
     found: list[Contestant | str] = []
     if "dense" in families:
         found.append(Contestant(family="dense", target=1.0, geometry=DenseGeometry(length=protocol.length)))
     for share in shares:
-        for name in (*(name for name in FAMILIES if name in families), *(n for n in ABLATIONS if n in ablations)):
-            make = FAMILIES.get(name) or functools.partial(probe_at, recall=recall)
+        for name in (*(n for n in FAMILIES if n in families), *(n for n in (*ABLATIONS, *MIXES) if n in ablations)):
+            mix = MIXES.get(name)
+            make = FAMILIES.get("stochastic" if mix else name) or functools.partial(probe_at, recall=recall)
             try:
                 geometry = make(share, protocol.context, **ABLATIONS.get(name, {}))
             except ValueError as error:
                 found.append(f"{name} at {share:.1%}: {error}")
                 continue
             # Fitted to what is read, then made for the whole window: counts and densities stay what they are.
-            found.append(Contestant(family=name, target=share, geometry=geometry.replace(length=protocol.length)))
+            geometry = geometry.replace(length=protocol.length)
+            found.append(Contestant(family=name, target=share, geometry=geometry, mix=mix))
     return found

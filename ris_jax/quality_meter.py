@@ -12,8 +12,11 @@ import numpy as np
 
 from plga_jax.array_types import Array, DType
 from plga_jax.models.decoder import Decoder
+from ris_jax.anchor import respond
 from ris_jax.attend import open_cache
+from ris_jax.block_shared import BlockSharedGeometry
 from ris_jax.geometry import Geometry
+from ris_jax.patterns import DenseGeometry
 from ris_jax.probe import ProbeGeometry
 from ris_jax.qa_reader import CacheReader, State, read_share, row_pairs
 from ris_jax.quality import Episode, Protocol
@@ -41,7 +44,14 @@ class Scores:
 class Meter:
     """A model that reads texts under one geometry; its programs are compiled beforehand, apart from what is timed."""
 
-    def __init__(self, model: Decoder, geometry: Geometry, protocol: Protocol, kv_dtype: DType | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        geometry: Geometry,
+        protocol: Protocol,
+        kv_dtype: DType | None = None,
+        mix: str | None = None,
+    ):
         """Compiles.
 
         Args:
@@ -49,9 +59,19 @@ class Meter:
             geometry: which earlier tokens a token attends to.
             protocol: sizes.
             kv_dtype: of keys and values; None takes the compute dtype.
+            mix: reads answers token by token through `anchor.respond`, far keys chosen once, as published, and put
+                together with the window so; None reads them as text.
+
+        Raises:
+            ValueError: a mix for a geometry whose answers are not read by window and far keys.
         """
+        if mix is not None and isinstance(geometry, DenseGeometry | ProbeGeometry | BlockSharedGeometry):
+            raise ValueError(
+                f"mix = {mix!r} says nothing to a {geometry.kind} geometry, which always has one softmax: leave it "
+                "out, or take a published geometry."
+            )
         self.geometry, self.protocol, self.model = geometry, protocol, model
-        self._kv_dtype = kv_dtype
+        self._kv_dtype, self._mix = kv_dtype, mix
         self._reader = CacheReader(model, geometry, kv_dtype=kv_dtype, reserve=protocol.length - protocol.context)
         self._seconds: list[tuple[float, float]] = []  # wall clock and processor time of each chunk that is timed
         begin = time.perf_counter()
@@ -120,8 +140,18 @@ class Meter:
         Returns:
             float32 [A, V].
         """
-        rows = len(probe.answer if continuation is None else continuation)
-        return self._reader.logits(state, probe.inputs(continuation), rows).reshape(rows, -1)
+        if self._mix is None:
+            rows = len(probe.answer if continuation is None else continuation)
+            return self._reader.logits(state, probe.inputs(continuation), rows).reshape(rows, -1)
+        answer = probe.inputs(continuation)[len(probe.prompt) :]
+        logits, cache = self._reader.follow(state, probe.prompt)
+        rows = [logits]
+        if len(answer):
+            cache = respond(cache, room=len(answer), mix=self._mix)
+        for token in answer:
+            logits, cache = _step(self.model, jnp.asarray(token[None, None]), cache)
+            rows.append(np.asarray(logits))
+        return np.stack(rows)
 
     def seconds(self) -> tuple[float, float]:
         """Wall clock and processor time of reading one text: the sum over its chunks of each one's median.
@@ -230,6 +260,13 @@ def _nll(meter: Meter, state, probe: Probe) -> float:
 @functools.partial(jax.jit, donate_argnames="cache")
 def _advance(model: Decoder, tokens: Array, cache):
     return model.extend(tokens, cache, need_logits=False)[1]
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _step(model: Decoder, token: Array, cache):
+    """Logits [V] after a token of an answer."""
+    logits, cache = model.extend(token, cache)
+    return logits[0, -1], cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -92,3 +92,18 @@ def test_tables_pair_passages_and_keep_the_last_of_equal_rows(first, folder, tmp
     assert "+0.25 (+0.25 … +0.25)" in line
     report.write_csv(tmp_path, [*rows, changed])
     assert len(list(csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text())))) == 3
+
+
+def test_ablations_have_answers_without_pfus(folder):
+    out, sizes = (
+        folder / "ablated",
+        ("--families=", "--ablations", "--ablation_shares=0.3", f"--out={folder / 'ablated'}"),
+    )
+    code, text, err = run(folder, "--seeds=0", *sizes)
+    assert code == 0, err
+    with (out / "results.csv").open(newline="") as file:
+        rows = {row["family"]: row for row in csv.DictReader(file)}
+    union, half = rows["stochastic, one softmax"], rows["stochastic, half and half"]
+    assert union["geometry"] == half["geometry"] and union["kl"] == half["kl"] and union["nll"] == half["nll"]
+    assert union["copy_each"] != half["copy_each"] and union["passkey_nll"] != half["passkey_nll"]
+    assert "| stochastic, half and half" in text

@@ -14,7 +14,7 @@ from ris_jax import density
 from ris_jax.geometry import PublishedGeometry
 from ris_jax.patterns import DenseGeometry
 from ris_jax.probe import ProbeGeometry
-from ris_jax.quality import ABLATIONS, FAMILIES, Protocol, contestants, episode, fixed_part, probe_at
+from ris_jax.quality import ABLATIONS, FAMILIES, MIXES, Protocol, contestants, episode, fixed_part, probe_at
 from ris_jax.quality_meter import Meter, divergence, measure
 from ris_jax.tasks import log_probs
 
@@ -184,3 +184,37 @@ def test_leaving_pairs_out_is_seen(model, texts):
     assert 0 < found["kl"] < 1 and 0 < found["real_share"] < 0.2
     # Two of four heads ask at every query, the others at every 16th; a product is half of what dense does for a pair.
     assert found["ranking_share"] == pytest.approx((1 / 2 + 1 / 32) / 2)
+
+
+def test_answers_without_a_common_softmax(model, texts):
+    plans = contestants(SMALL, (0.3,), RECALL, families=("stochastic",), ablations=MIXES)
+    assert [(plan.family, plan.mix) for plan in plans] == [("stochastic", None), *MIXES.items()]
+    assert len({plan.geometry for plan in plans}) == 1
+    probe = texts.copy.probes[0]
+    text, exact, half = (Meter(model, plan.geometry, SMALL, mix=plan.mix) for plan in plans)
+    scores, state = text.score(texts.copy.context)
+    as_text, union, halves = (meter.ask(state, probe) for meter in (text, exact, half))
+    assert as_text.shape == union.shape == halves.shape
+    # The prompt is read alike. The first token of an answer has its own row's far keys: PFUS is the row of the mask.
+    np.testing.assert_allclose(union[:2], as_text[:2], atol=1e-6)
+    np.testing.assert_array_equal(halves[0], union[0])
+    assert np.abs(halves[1:] - union[1:]).max(1).min() > 1e-5
+    # The row is kept for the whole answer, so later tokens see other far keys than as text; and the state is as it was.
+    assert np.abs(union[2:] - as_text[2:]).max() > 1e-5
+    np.testing.assert_array_equal(text.ask(state, probe), as_text)
+    found = [measure(meter, texts, scores.logits) for meter in (exact, half)]
+    same = ("nll", "kl", "top1", "real_share")
+    assert [found[0][name] for name in same] == [found[1][name] for name in same] and found[0]["kl"] == 0
+    for name in ("copy_nll", "key_nll", "passkey_nll"):
+        assert found[0][name] != found[1][name], name
+
+
+def test_mixes_are_equal_where_no_key_is_far(model, texts):
+    geometry, (probe, _) = PublishedGeometry(length=SMALL.length, local=SMALL.length, seeds=1), texts.copy.probes
+    meters = [Meter(model, geometry, SMALL, mix=mix) for mix in ("exact", "half")]
+    _, state = meters[0].score(texts.copy.context)
+    union, halves = (meter.ask(state, probe) for meter in meters)
+    np.testing.assert_allclose(halves, union, atol=1e-6)
+    for other in (DenseGeometry(length=SMALL.length), ProbeGeometry(length=SMALL.length)):
+        with pytest.raises(ValueError, match=f"mix = 'half' says nothing to a {other.kind} geometry"):
+            Meter(model, other, SMALL, mix="half")
