@@ -94,11 +94,10 @@ def test_tables_pair_passages_and_keep_the_last_of_equal_rows(first, folder, tmp
     assert len(list(csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text())))) == 3
 
 
+@pytest.mark.slow
 def test_ablations_have_answers_without_pfus(folder):
-    out, sizes = (
-        folder / "ablated",
-        ("--families=", "--ablations", "--ablation_shares=0.3", f"--out={folder / 'ablated'}"),
-    )
+    out = folder / "ablated"
+    sizes = ("--families=", "--ablations", "--ablation_shares=0.3", f"--out={out}")
     code, text, err = run(folder, "--seeds=0", *sizes)
     assert code == 0, err
     with (out / "results.csv").open(newline="") as file:
