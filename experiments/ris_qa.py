@@ -31,7 +31,6 @@ from ris_jax.qa_reader import CacheReader
 from ris_jax.qa_records import ResultFile
 from ris_jax.questions import read_questions
 from ris_jax.recall import TEXT, recall_heads
-from ris_jax.session import with_config
 
 _QUESTIONS = flags.DEFINE_string("questions", None, "JSON file of the questions.", required=True)
 _CONTEXT = flags.DEFINE_list("context", None, "Text files, or folders of them.", required=True)
@@ -74,7 +73,7 @@ def make_reader(model: Decoder, recall: tuple[tuple[int, int], ...], setting: qa
     """The model under a setting."""
     if setting.window > model.config.context:
         rope = model.config.rope.stretched(setting.window, kind=setting.rope)
-        model = with_config(model, dataclasses.replace(model.config, rope=rope, context=setting.window))
+        model = model.with_config(dataclasses.replace(model.config, rope=rope, context=setting.window))
     return CacheReader(model, make_geometry(setting, recall))
 
 

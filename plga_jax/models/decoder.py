@@ -186,6 +186,19 @@ class Decoder(LanguageModel):
         final = last_real(final, valid) if last_only else final
         return self._logits(final), DecoderOutputs(**outputs)
 
+    def with_config(self, config: DecoderConfig) -> "Decoder":
+        """The same weights under another config, such as one with other rotary positions and a longer context.
+
+        Args:
+            config: differs in what changes no shape.
+
+        Returns:
+            A model that shares the arrays; this one stays as it is.
+        """
+        copy = nnx.merge(*nnx.split(self))
+        copy.config = config
+        return copy
+
     def init_cache(self, batch: int, capacity: int, *, kind: str = "kv", dtype: DType | None = None) -> KVCache:
         """An empty cache that keeps every key and value.
 

@@ -1,4 +1,6 @@
-"""A model with each layer's weights in arrays of their own is the same model."""
+"""A model with each layer's weights in arrays of their own is the same model; one with another config shares them."""
+
+import dataclasses
 
 import chex
 import jax
@@ -89,3 +91,18 @@ def test_unstacked_layers_are_not_sliced_from_a_stack():
 
     assert weight_slices(model)
     assert not weight_slices(model.unstacked())
+
+
+def test_another_config_reads_by_it_and_shares_the_weights():
+    config = DecoderConfig(
+        vocab_size=19, num_layers=2, num_heads=2, num_kv_heads=1, head_width=4, model_width=8, hidden_width=12,
+        context=16,
+    )  # fmt: skip
+    model, tokens = Decoder(config, rngs=nnx.Rngs(0)), jnp.arange(6, dtype=jnp.int32)[None]
+    turned = dataclasses.replace(config, rope=dataclasses.replace(config.rope, base=10.0), context=32)
+    other = model.with_config(turned)
+    assert (model.config, other.config) == (config, turned)
+    for mine, shared in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True):
+        assert mine.unsafe_buffer_pointer() == shared.unsafe_buffer_pointer()
+    chex.assert_trees_all_equal(other(tokens)[0], Decoder(turned, rngs=nnx.Rngs(0))(tokens)[0])
+    assert not jnp.array_equal(other(tokens)[0], model(tokens)[0])

@@ -25,7 +25,7 @@ from ris_jax.geometry import PublishedGeometry
 from ris_jax.patterns import DenseGeometry, WindowGeometry
 from ris_jax.probe import ProbeGeometry
 from ris_jax.prompts import layout
-from ris_jax.session import Session, with_config
+from ris_jax.session import Session
 from ris_jax.session_config import AnswerConfig, SessionConfig
 from ris_jax.store import Layers, PrefillStore
 from tests.ris.chat_tokenizer import END, ToyChatTokenizer
@@ -354,7 +354,7 @@ class TestStore:
         session.open([changed, files[1]])
         assert session.read().source == "computed"
         turned = dataclasses.replace(MODEL, rope=RopeConfig(base=2e4))
-        for other in (Decoder(MODEL, rngs=nnx.Rngs(5)), with_config(model, turned)):
+        for other in (Decoder(MODEL, rngs=nnx.Rngs(5)), model.with_config(turned)):
             session = Session(other, TOKENIZER, CONFIG, store=store)
             session.open(files)
             assert session.read().source == "computed"
