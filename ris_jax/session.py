@@ -474,16 +474,3 @@ def _stretched(model: Decoder, window: int, kind: str) -> Decoder:
         return model
     rope = model.config.rope.stretched(window, kind=kind)
     return model.with_config(dataclasses.replace(model.config, rope=rope, context=window))
-
-
-def with_config(model: Decoder, config: Any) -> Decoder:
-    """The same weights under another config of equal shapes.
-
-    Args:
-        model: any decoder.
-        config: differs in what does not change a shape.
-
-    Returns:
-        A model that shares the arrays.
-    """
-    return model.with_config(config)

@@ -81,7 +81,6 @@ def measure(options: argparse.Namespace) -> dict:
     from plga_jax.ops.sampling import SamplingConfig
     from ris_jax.reader import Reader
     from ris_jax.recall import TEXT, recall_heads
-    from ris_jax.session import with_config
 
     model, tokenizer = load_any(options.model, compute_dtype=options.dtype)
     begin = time.perf_counter()
@@ -90,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict:
     window = options.length + _ROOM
     if window > model.config.context:
         # Positions beyond what the model was trained for: for time and memory their values do not matter.
-        model = with_config(model, dataclasses.replace(model.config, context=window))
+        model = model.with_config(dataclasses.replace(model.config, context=window))
     begin = time.perf_counter()
     geometry = make_geometry(options.geometry, window, recall)
     reader = Reader(model, geometry, capacity=window, chunk=options.chunk, kv_dtype=options.kv_dtype)
