@@ -45,6 +45,9 @@ class DeductiveOutputs:
         G_LM: the operator, [L, B, N, H, H].
         E_pre: scaled scores before the mask, [L, B, N, T, T].
         E: attention weights, [L, B, N, T, T]; rows that see nothing are 0.
+        q: rotated queries before G is folded in, [L, B, T, N, H].
+        k: rotated keys, [L, B, T, N, H].
+        v: values, [L, B, T, N, H].
     """
 
     A: Array | None = None
@@ -53,6 +56,9 @@ class DeductiveOutputs:
     G_LM: Array | None = None
     E_pre: Array | None = None
     E: Array | None = None
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
 
 
 COLLECTABLE = tuple(field.name for field in dataclasses.fields(DeductiveOutputs))
@@ -335,6 +341,7 @@ class PLDR(LanguageModel):
                 kv = kv.append(index, k, v, rows.positions, rows.valid)
             with jax.named_scope("operator"):
                 G, kept = layer.attention.deduce(q, rows, given, collect)
+                kept |= {name: value for name, value in (("q", q), ("k", k), ("v", v)) if name in collect}
                 q = fold_operator(q, G, rows.segment_ids)
             with jax.named_scope("attention"):
                 attended = self._attention(q, k, v, rows.mask, scale=self._scale)
@@ -372,7 +379,7 @@ class PLDR(LanguageModel):
         made = set(collect) & {"A", "A_LM", "A_P"}
         if made and (operators is not None or config.operator == "constant"):
             raise ValueError(
-                f"{', '.join(sorted(made))}: given or constant operators make no such tensor; collect G_LM, E_pre or E."
+                f"{', '.join(sorted(made))}: given or constant operators make no such tensor; collect G_LM, E_pre, E, q, k or v."
             )
         if operators is None:
             return
