@@ -379,7 +379,8 @@ class PLDR(LanguageModel):
         made = set(collect) & {"A", "A_LM", "A_P"}
         if made and (operators is not None or config.operator == "constant"):
             raise ValueError(
-                f"{', '.join(sorted(made))}: given or constant operators make no such tensor; collect G_LM, E_pre, E, q, k or v."
+                f"{', '.join(sorted(made))}: given or constant operators make no such tensor; collect others of "
+                f"{', '.join(COLLECTABLE)}."
             )
         if operators is None:
             return
