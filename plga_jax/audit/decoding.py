@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from plga_jax.array_types import Array
+from plga_jax.audit import order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,15 +85,71 @@ def forced_logits(model, prompt, continuation, *, cache: str) -> np.ndarray:
     Raises:
         ValueError: if the prompt or the continuation is empty, or `cache` is unknown.
     """
+    prompt, continuation = _two_rows(prompt, continuation)
+    if cache not in ("none", "kv", "kv_g"):
+        raise ValueError(f"cache={cache!r} is unknown; choose 'none', 'kv' or 'kv_g'")
+    follow = _recomputed if cache == "none" else functools.partial(_cached, kind=cache)
+    return np.asarray(follow(model, jnp.asarray(prompt), jnp.asarray(continuation)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drift:
+    """How far the operators of growing prefixes are from the prompt's, which a cache keeps; float64."""
+
+    relative_rms: np.ndarray
+    """[L, C]: ε_G = RMS(G_t − G_prompt) / RMS(G_t) over all heads; row i is after the prompt and i + 1 tokens."""
+    largest: np.ndarray
+    """[L, C]: max |G_t − G_prompt|."""
+
+
+def operator_drift(model, prompt, continuation) -> Drift:
+    """*Measured*: the operators of every prefix of a continuation against the frozen ones of the prompt.
+
+    Args:
+        model: a PLDR of learned operators.
+        prompt: [P] token ids, without padding.
+        continuation: [C] token ids.
+
+    Returns:
+        A `Drift`.
+
+    Raises:
+        ValueError: if the prompt or the continuation is empty, or the operators are not finite.
+    """
+    prompt, continuation = _two_rows(prompt, continuation)
+    G = np.asarray(_prefix_operators(model, jnp.asarray(prompt), jnp.asarray(continuation)), np.float64)
+    if not np.isfinite(G).all():
+        raise ValueError(f"{np.sum(~np.isfinite(G))} of {G.size} entries of G are not finite; audit a sound checkpoint")
+    frozen, grown, axes = G[:, :1], G[:, 1:], (2, 3, 4)
+    return Drift(
+        relative_rms=order.quotient(order.rms(grown - frozen, axes), order.rms(grown, axes)),
+        largest=np.max(np.abs(grown - frozen), axis=axes),
+    )
+
+
+def _two_rows(prompt, continuation) -> tuple[np.ndarray, np.ndarray]:
     prompt, continuation = np.asarray(prompt, np.int32), np.asarray(continuation, np.int32)
     if prompt.ndim != 1 or continuation.ndim != 1 or not len(prompt) or not len(continuation):
         raise ValueError(
             f"prompt {prompt.shape} and continuation {continuation.shape} must each be one row of at least one token"
         )
-    if cache not in ("none", "kv", "kv_g"):
-        raise ValueError(f"cache={cache!r} is unknown; choose 'none', 'kv' or 'kv_g'")
-    follow = _recomputed if cache == "none" else functools.partial(_cached, kind=cache)
-    return np.asarray(follow(model, jnp.asarray(prompt), jnp.asarray(continuation)))
+    return prompt, continuation
+
+
+@jax.jit
+def _prefix_operators(model, prompt: Array, continuation: Array) -> Array:
+    """G of the prompt and of each longer prefix, [L, 1 + C, N, H, H]."""
+    tokens = jnp.concatenate([prompt, continuation])
+    ends = prompt.shape[0] + jnp.arange(1 + continuation.shape[0])
+    inside = jnp.arange(tokens.shape[0])[None] < ends[:, None]
+    _, out = model(
+        jnp.broadcast_to(tokens[None], inside.shape),
+        segment_ids=inside.astype(jnp.int32),
+        num_segments=1,
+        collect=("G_LM",),
+        last_only=True,
+    )
+    return out.G_LM
 
 
 @jax.jit

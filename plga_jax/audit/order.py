@@ -24,7 +24,7 @@ def relative_rms(first, second, axis=None) -> np.ndarray:
         ValueError: if the shapes differ or an entry is not finite.
     """
     first, second = _pair(first, second)
-    return _quotient(_rms(first - second, axis), 0.5 * (_rms(first, axis) + _rms(second, axis)))
+    return quotient(rms(first - second, axis), 0.5 * (rms(first, axis) + rms(second, axis)))
 
 
 def symmetrised_signed(first, second, axis=None) -> np.ndarray:
@@ -43,7 +43,7 @@ def symmetrised_signed(first, second, axis=None) -> np.ndarray:
     """
     first, second = _pair(first, second)
     means = 0.5 * (np.abs(first.mean(axis=axis)) + np.abs(second.mean(axis=axis)))
-    return _quotient(_rms(first - second, axis), means)
+    return quotient(rms(first - second, axis), means)
 
 
 def source_form(first, second, axis=None) -> np.ndarray:
@@ -65,7 +65,34 @@ def source_form(first, second, axis=None) -> np.ndarray:
         ValueError: if the shapes differ or an entry is not finite.
     """
     first, second = _pair(first, second)
-    return _quotient(_rms(first - second, axis), np.abs(first.mean(axis=axis)))
+    return quotient(rms(first - second, axis), np.abs(first.mean(axis=axis)))
+
+
+def rms(x, axis=None) -> np.ndarray:
+    """*Measured*: the root mean square.
+
+    Args:
+        x: numbers.
+        axis: axes over which the mean runs, None for all of them.
+
+    Returns:
+        float64, of the shape that is left.
+    """
+    return np.sqrt(np.mean(np.asarray(x, np.float64) ** 2, axis=axis))
+
+
+def quotient(distance, scale) -> np.ndarray:
+    """*Measured*: distance / scale; equal tensors are at 0 whatever the scale, others from 0 at +inf.
+
+    Args:
+        distance: nonnegative numbers.
+        scale: nonnegative numbers of the same shape.
+
+    Returns:
+        float64 in [0, inf].
+    """
+    safe = np.where(scale == 0, 1.0, scale)
+    return np.where(distance == 0, 0.0, np.where(scale == 0, np.inf, distance / safe))
 
 
 def _pair(first, second) -> tuple[np.ndarray, np.ndarray]:
@@ -78,13 +105,3 @@ def _pair(first, second) -> tuple[np.ndarray, np.ndarray]:
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         raise ValueError("an entry is not finite; audit the last finite checkpoint")
     return first, second
-
-
-def _rms(x: np.ndarray, axis) -> np.ndarray:
-    return np.sqrt(np.mean(x**2, axis=axis))
-
-
-def _quotient(distance: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """distance / scale; equal tensors are at 0 whatever the scale, others from 0 at +inf."""
-    safe = np.where(scale == 0, 1.0, scale)
-    return np.where(distance == 0, 0.0, np.where(scale == 0, np.inf, distance / safe))

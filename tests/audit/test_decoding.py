@@ -1,11 +1,12 @@
 """Agreement of two decodes: by hand on logits small enough to read, and on a small model."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from plga_jax.audit.decoding import agreement, forced_logits
+from plga_jax.audit.decoding import agreement, forced_logits, operator_drift
 from plga_jax.models.pldr import PLDR
 from plga_jax.models.pldr_config import PLDRConfig
 from plga_jax.models.pldr_transforms import constant_operator_model, operators_of
@@ -121,3 +122,32 @@ def test_forced_logits_with_frozen_operators(model):
 def test_bad_forcing_is_refused(prompt, continuation, cache, message):
     with pytest.raises(ValueError, match=message):
         forced_logits(None, np.array(prompt), np.array(continuation), cache=cache)
+
+
+class TestDrift:
+    PROMPT, CONTINUATION = [3, 1, 4, 1, 5], [9, 2, 6]
+
+    @pytest.fixture
+    def model(self):
+        config = PLDRConfig(vocab_size=23, num_layers=2, num_heads=2, head_width=4, residual_units=2, context=32)
+        return PLDR(config, rngs=nnx.Rngs(0))
+
+    def test_is_the_distance_of_the_operators_of_each_prefix(self, model):
+        found = operator_drift(model, self.PROMPT, self.CONTINUATION)
+        frozen = np.asarray(operators_of(model, jnp.asarray(self.PROMPT)), np.float64)
+        for i in range(3):
+            prefix = jnp.asarray(self.PROMPT + self.CONTINUATION[: i + 1])
+            G = np.asarray(operators_of(model, prefix), np.float64)
+            size = np.sqrt(np.mean(G**2, axis=(1, 2, 3)))
+            distance = np.sqrt(np.mean((G - frozen) ** 2, axis=(1, 2, 3)))
+            # float32 operators of order 1 whose sums run in another order; the distances are of order 0.1.
+            np.testing.assert_allclose(found.relative_rms[:, i], distance / size, rtol=1e-4)
+            np.testing.assert_allclose(found.largest[:, i], np.abs(G - frozen).max(axis=(1, 2, 3)), rtol=1e-4)
+        assert found.relative_rms.min() > 1e-3
+
+    def test_needs_tokens_and_finite_operators(self, model):
+        with pytest.raises(ValueError, match="at least one token"):
+            operator_drift(model, self.PROMPT, [])
+        broken = jax.tree.map(lambda x: x * jnp.nan, model)
+        with pytest.raises(ValueError, match="not finite"):
+            operator_drift(broken, self.PROMPT, self.CONTINUATION)
