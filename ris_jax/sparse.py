@@ -105,10 +105,12 @@ class SparseCache:
         if any(layer >= L or head >= K for layer, head in recall):
             raise ValueError(f"recall names heads beyond {L} layers of {K} key/value heads: {recall}.")
         block = _block(geometry)
-        blocks, dtype = -(-capacity // block), dtype or config.compute_dtype
+        blocks = -(-capacity // block)
+        # The zeros of what is held, not zeros to be made into it: for a moment those would lie beside it.
+        held = _held_dtype(dtype or config.compute_dtype)
         return cls(
-            keys=_bits(jnp.zeros((L, batch, K, blocks, H, block), dtype), dtype),
-            values=_bits(jnp.zeros((L, batch, K, blocks, block, H), dtype), dtype),
+            keys=jnp.zeros((L, batch, K, blocks, H, block), held),
+            values=jnp.zeros((L, batch, K, blocks, block, H), held),
             length=jnp.zeros((batch,), jnp.int32),
             chosen=jnp.full((L, batch, K, _num_chosen(geometry)), -1, jnp.int32),
             pairs=jnp.zeros((L, batch, K), jnp.float32),
@@ -240,9 +242,14 @@ def _bits(x: Array, dtype: DType) -> Array:
 
     XLA:CPU widens the operand of a bfloat16 gather to float32 first: all of the cache, at every step.
     """
-    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint16)):
+    if _held_dtype(dtype) != jnp.uint16:
         return x.astype(dtype)
     return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _held_dtype(dtype: DType) -> jnp.dtype:
+    """What numbers of a dtype are held as, see `_bits`."""
+    return jnp.dtype(jnp.uint16 if jnp.dtype(dtype) == jnp.bfloat16 else dtype)
 
 
 def _numbers(x: Array, dtype: DType) -> Array:
