@@ -6,7 +6,7 @@ in a prefix-consistent model, and in a collapsed one up to rounding.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from tqdm import tqdm
@@ -77,24 +77,45 @@ def block_against_sequential(
     prefixes = np.repeat(tokens[:, :-1], width, axis=0)
     prefixes = np.where(np.arange(width) < lengths[:, None], prefixes, pad_id).astype(np.int32)
 
-    block, sequential = np.empty((windows, width)), np.empty(windows * width)
-    starts = range(0, len(prefixes), batch)
-    for start in tqdm(starts, desc="prefixes", unit="call", disable=not progress, leave=False):
-        real = min(batch, len(prefixes) - start)
-        rows = np.resize(prefixes[start : start + real], (batch, width))
-        logits = np.asarray(logits_fn(rows))
-        for row in range(real):
-            window, last = divmod(start + row, width)
-            label = tokens[window, last + 1]
-            sequential[start + row] = _nll(logits[row, last], label)
-            if last == width - 1:
-                block[window] = _nll(logits[row], tokens[window, 1:])
-    return BlockSequential(block=block, sequential=sequential.reshape(windows, width))
+    block, sequential = np.empty((windows, width)), np.empty((windows, width))
+    for row, logits in enumerate(logits_of_rows(logits_fn, prefixes, batch=batch, progress=progress)):
+        window, last = divmod(row, width)
+        sequential[window, last] = negative_log_likelihood(logits[last], tokens[window, last + 1])
+        if last == width - 1:
+            block[window] = negative_log_likelihood(logits, tokens[window, 1:])
+    return BlockSequential(block=block, sequential=sequential)
 
 
-def _nll(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Cross entropy [...] of `labels` [...] under `logits` [..., V]."""
-    logits = logits.astype(np.float64)
+def logits_of_rows(
+    logits_fn: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, *, batch: int, progress: bool = False
+) -> Iterator[np.ndarray]:
+    """*Measured*: the logits of many rows, from calls of one shape.
+
+    Args:
+        logits_fn: [batch, T] int32 token ids to [batch, T, V] logits.
+        rows: [R, T] int32 token ids, padded.
+        batch: rows of one call; the last call repeats rows to fill up.
+        progress: whether to show a bar.
+
+    Yields:
+        [T, V] for each row, in order.
+    """
+    for start in tqdm(range(0, len(rows), batch), desc="prefixes", unit="call", disable=not progress, leave=False):
+        held = rows[start : start + batch]
+        yield from np.asarray(logits_fn(np.resize(held, (batch, rows.shape[1]))))[: len(held)]
+
+
+def negative_log_likelihood(logits, labels) -> np.ndarray:
+    """*Measured*: cross entropy of tokens in float64, whatever the precision of the logits.
+
+    Args:
+        logits: [..., V].
+        labels: [...] token ids.
+
+    Returns:
+        [...] float64, in nats.
+    """
+    logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(axis=-1, keepdims=True)
     picked = np.take_along_axis(shifted, np.asarray(labels)[..., None], axis=-1)[..., 0]
     return np.log(np.exp(shifted).sum(axis=-1)) - picked

@@ -4,21 +4,10 @@ import numpy as np
 import pytest
 
 from plga_jax.audit.sequential import block_against_sequential
+from plga_jax.audit.toys import GlobalSum, RunningMean
 
 V = 11
-TABLE = np.random.default_rng(0).normal(size=(V, V))
-
-
-def causal_decoder(tokens):
-    """Row t is a running mean of table rows up to t: prefix consistent."""
-    rows = TABLE[tokens]
-    return np.cumsum(rows, axis=1) / np.arange(1, tokens.shape[1] + 1)[None, :, None]
-
-
-def global_decoder(tokens):
-    """Row t adds the masked sum over *all* rows: length preserving, not prefix consistent."""
-    rows = TABLE[tokens] * (tokens != 0)[..., None]
-    return rows + rows.sum(axis=1, keepdims=True)
+causal_decoder, global_decoder = RunningMean(vocab_size=V), GlobalSum(vocab_size=V)
 
 
 def windows(seed=0, count=3, length=8):
