@@ -77,8 +77,21 @@ class MetricLearner(nnx.Module):
             setattr(self, name, nnx.Param(zeros, axes=("N", "H", "J")))
         self.epsilon = epsilon
 
+    @property
+    def units(self) -> RowMapUnits:
+        """The weights of the row map φ."""
+        blocks = GatedWeights(
+            self.gate_kernel[...],
+            self.gate_bias[...],
+            self.up_kernel[...],
+            self.up_bias[...],
+            self.down_kernel[...],
+            self.down_bias[...],
+        )
+        return RowMapUnits(blocks, self.norm_scale[...], self.norm_bias[...])
+
     def metric(self, q: Array, valid: Array | None) -> Array:
-        """The metric tensor A = φ(LN(D̂)).
+        """The metric tensor of rotated queries.
 
         Args:
             q: rotated queries, [B, T, N, H].
@@ -91,16 +104,18 @@ class MetricLearner(nnx.Module):
             gram = density_operator(q, valid)
         else:
             gram = jnp.stack([density_operator(q, valid[:, x]) for x in range(valid.shape[1])], 1)
-        blocks = GatedWeights(
-            self.gate_kernel[...],
-            self.gate_bias[...],
-            self.up_kernel[...],
-            self.up_bias[...],
-            self.down_kernel[...],
-            self.down_bias[...],
-        )
-        units = RowMapUnits(blocks, self.norm_scale[...], self.norm_bias[...])
-        return row_map(self.gram_norm(gram), units, epsilon=self.epsilon)
+        return self.metric_of(gram)
+
+    def metric_of(self, gram: Array) -> Array:
+        """The metric tensor of a Gram, A = φ(LN(D̂)).
+
+        Args:
+            gram: [..., N, H, H], float32 or better.
+
+        Returns:
+            [..., N, H, H].
+        """
+        return row_map(self.gram_norm(gram), self.units, epsilon=self.epsilon)
 
     def power_law(self, A: Array, collect: Collection[str] = ()) -> Chain:
         """The operator of a metric tensor.
