@@ -168,6 +168,61 @@ def perron(matrices) -> Perron:
     return Perron(root=moduli[..., -1], gap_ratio=moduli[..., -2] / moduli[..., -1])
 
 
+class Signature(NamedTuple):
+    """How many eigenvalues of the symmetric part are above, below and at zero; int64 [...]."""
+
+    plus: np.ndarray
+    minus: np.ndarray
+    zero: np.ndarray
+
+
+def signature(matrices, epsilon: float = FLOAT32_EPSILON) -> Signature:
+    """*Measured*: the signature of the symmetric part, which a congruence SᵀGS cannot change.
+
+    Args:
+        matrices: [..., H, H].
+        epsilon: relative size of one rounding; eigenvalues within H·epsilon·max|λ| count as zero.
+
+    Returns:
+        `Signature(plus, minus, zero)`, each [...] and H in all.
+
+    Raises:
+        ValueError: if the matrices are not square or an entry is not finite.
+    """
+    matrices = _square(matrices)
+    values = np.linalg.eigvalsh((matrices + matrices.swapaxes(-1, -2)) / 2)
+    tolerance = matrices.shape[-1] * epsilon * np.abs(values).max(axis=-1, keepdims=True)
+    plus, minus = np.sum(values > tolerance, axis=-1), np.sum(values < -tolerance, axis=-1)
+    return Signature(plus, minus, matrices.shape[-1] - plus - minus)
+
+
+def antisymmetric_share(matrices) -> np.ndarray:
+    """*Measured*: ‖(G − Gᵀ)/2‖² / ‖G‖²; about ½ for a random matrix, 0 for a symmetric one and for zero.
+
+    Args:
+        matrices: [..., H, H].
+
+    Returns:
+        [...] float64 in [0, 1].
+
+    Raises:
+        ValueError: if the matrices are not square or an entry is not finite.
+    """
+    matrices = _square(matrices)
+    # Divided by the largest entry first: squares of a collapsed tensor underflow.
+    largest = np.abs(matrices).max(axis=(-2, -1), keepdims=True)
+    matrices = matrices / np.where(largest == 0, 1.0, largest)
+    odd = (matrices - matrices.swapaxes(-1, -2)) / 2
+    return _ratio(np.sum(odd**2, axis=(-2, -1)), np.sum(matrices**2, axis=(-2, -1)))
+
+
+def _square(matrices) -> np.ndarray:
+    matrices = _finite(matrices)
+    if matrices.shape[-1] != matrices.shape[-2]:
+        raise ValueError(f"need square matrices on the last two axes, got {matrices.shape}")
+    return matrices
+
+
 def _finite(matrices) -> np.ndarray:
     matrices = np.asarray(matrices, dtype=np.float64)
     if matrices.ndim < 2:

@@ -98,3 +98,37 @@ def test_equal_rows_have_no_row_variance():
 def test_bad_input_is_refused_with_the_remedy(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class TestSymmetry:
+    def test_matches_reference_on_the_shipped_operators(self, golden):
+        shipped = golden("audit/glm_110m_1")
+        np.testing.assert_allclose(
+            spectra.antisymmetric_share(shipped["G_LM"]), shipped["antisym_share"], rtol=1e-12, atol=0
+        )
+        np.testing.assert_array_equal(np.stack(spectra.signature(shipped["G_LM"]), -1), shipped["signature"])
+        np.testing.assert_allclose(
+            spectra.singular_values(shipped["G_LM"])[..., 0], shipped["singular_values"][..., 0], rtol=1e-6
+        )
+
+    def test_signature_survives_a_congruence_and_not_a_similarity(self):
+        rng = np.random.default_rng(0)
+        G, S = rng.normal(size=(2, 6, 6))
+        found = spectra.signature(G)
+        assert sum(found) == 6
+        assert spectra.signature(S.T @ G @ S) == found
+        others = [spectra.signature(np.linalg.inv(S) @ G @ S) for S in rng.normal(size=(20, 6, 6))]
+        assert any(other != found for other in others)
+
+    def test_by_hand(self):
+        assert spectra.signature(np.diag([2.0, -1.0, 0.0])) == (1, 1, 1)
+        turn = np.array([[0.0, -1.0], [1.0, 0.0]])
+        assert spectra.antisymmetric_share(turn) == 1
+        assert spectra.signature(turn) == (0, 0, 2)
+        assert spectra.antisymmetric_share(1e-200 * (np.eye(2) + turn)) == pytest.approx(0.5)
+        assert spectra.antisymmetric_share(np.zeros((2, 2))) == 0
+
+    def test_needs_square_matrices(self):
+        for function in (spectra.signature, spectra.antisymmetric_share):
+            with pytest.raises(ValueError, match=r"square.*\(2, 3\)"):
+                function(np.ones((2, 3)))
