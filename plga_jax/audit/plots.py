@@ -173,3 +173,97 @@ def _positive(values: np.ndarray) -> np.ndarray:
     """Leaves a gap at exact zeros, which a logarithmic axis cannot show."""
     values = np.asarray(values, np.float64)
     return np.where(values > 0, values, np.nan)
+
+
+def by_layer(panels: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
+    """Every instance of some quantities by layer, with the medians marked; one panel per quantity.
+
+    Args:
+        panels: from a quantity's title to {model label: values [L, instances]}. Values that a logarithmic axis cannot
+            show (exact zeros) are drawn on the lower edge.
+
+    Returns:
+        A figure with logarithmic value axes, but for panels that span less than a factor of 100.
+
+    Raises:
+        ValueError: if there is nothing to draw, or more models than colours.
+    """
+    if not panels:
+        raise ValueError("there is no quantity to draw; give at least one panel")
+    if (most := max(map(len, panels.values()))) > len(COLOURS):
+        raise ValueError(f"can draw at most {len(COLOURS)} models, got {most}; plot some at a time")
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(1.0 + 3.8 * columns, 0.9 + 3.1 * rows), layout="constrained")
+    flat, handles = figure.subplots(rows, columns, squeeze=False).ravel(), {}
+    for axes, (title, models) in zip(flat, panels.items()):
+        every = np.concatenate([np.asarray(values, np.float64).ravel() for values in models.values()])
+        positive = every[np.isfinite(every) & (every > 0)]
+        logarithmic = positive.size > 0 and positive.max() > 100 * positive.min()
+        floor = positive.min() / 3 if logarithmic else 0.0
+        for index, (label, values) in enumerate(models.items()):
+            values = np.maximum(np.nan_to_num(np.asarray(values, np.float64), posinf=np.nan), floor)
+            offset = 0.16 * (index - (len(models) - 1) / 2)
+            layers = np.arange(len(values)) + offset
+            style = {"color": COLOURS[index], "marker": MARKERS[index], "ls": ""}
+            axes.plot(np.repeat(layers, values.shape[1]), values.ravel(), ms=2.5, alpha=0.3, mew=0, **style)
+            axes.plot(layers, np.nanmedian(values, axis=1), ms=6, mec="black", mew=0.6, **style)
+            handles[label] = Line2D([], [], ms=6, mec="black", mew=0.6, **style)
+        if logarithmic:
+            axes.set_yscale("log")
+        layers = range(max(len(values) for values in models.values()))
+        axes.set(title=title, xlabel="layer", xticks=layers)
+        axes.grid(alpha=0.3)
+    for axes in flat[len(panels) :]:
+        axes.set_axis_off()
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles))
+    return figure
+
+
+def margins(deviations, margins) -> Figure:
+    """How far the cache moves the logits, against half the margin that it would have to exceed to change a token.
+
+    Args:
+        deviations: [P, steps], largest |logit change| of each step.
+        margins: [P, steps], best less second logit.
+
+    Returns:
+        A figure of one logarithmic axis over steps; colours tell prompts, dashes tell the two.
+    """
+    deviations, margins = np.asarray(deviations, np.float64), np.asarray(margins, np.float64)
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for row, (moved, margin) in enumerate(zip(deviations, margins)):
+        colour = COLOURS[row % len(COLOURS)]
+        axes.plot(_positive(moved), color=colour, ls="-", label=f"deviation, prompt {row}")
+        axes.plot(_positive(margin / 2), color=colour, ls=(0, (1, 1.5)), label=f"half margin, prompt {row}")
+    axes.set(xlabel="decoded token", ylabel="logits", yscale="log", title="Cached against recomputed decoding")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=2, handlelength=3)
+    return figure
+
+
+def gaps(gap) -> Figure:
+    """Block less sequential loss by position.
+
+    Args:
+        gap: [P, positions], nats.
+
+    Returns:
+        A figure of two axes: every prompt's gap with their mean, and its size on a logarithmic axis.
+    """
+    gap = np.asarray(gap, np.float64)
+    figure = Figure(figsize=(7.5, 6.0), layout="constrained")
+    signed, size = figure.subplots(2, 1, sharex=True)
+    for row in gap:
+        signed.plot(row, color=COLOURS[0], lw=0.7, alpha=0.4)
+        size.plot(_positive(np.abs(row)), color=COLOURS[0], lw=0.7, alpha=0.4)
+    signed.plot(gap.mean(axis=0), color=COLOURS[1], lw=2, label="mean over prompts")
+    size.plot(_positive(np.median(np.abs(gap), axis=0)), color=COLOURS[1], lw=2, label="median over prompts")
+    signed.axhline(0, color="0.4", lw=1)
+    signed.set(ylabel="nats", title="Block less sequential loss: below 0, later tokens help")
+    size.set(xlabel="position", ylabel="|gap|, nats", yscale="log")
+    for axes in (signed, size):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    return figure

@@ -107,3 +107,23 @@ def test_no_global_figure_state():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_values_by_layer_mark_the_median_and_show_zeros_at_the_edge():
+    values = np.array([[1.0, 2.0, 30.0], [0.0, 1e-6, 1e-6]])
+    figure = plots.by_layer({"m(A)": {"audited": values, "init": values}, "flat": {"audited": np.ones((2, 1))}})
+    wide, flat = figure.axes[:2]
+    assert wide.get_yscale() == "log" and flat.get_yscale() == "linear"
+    medians = wide.lines[1].get_ydata()
+    np.testing.assert_allclose(medians, [2.0, 1e-6])
+    assert 0 < min(wide.lines[0].get_ydata()) < 1e-6
+    with pytest.raises(ValueError, match="no quantity"):
+        plots.by_layer({})
+
+
+def test_margins_and_gaps_draw_every_prompt():
+    figure = plots.margins(np.full((2, 5), 1e-4), np.full((2, 5), 0.3))
+    assert len(figure.axes[0].lines) == 4
+    np.testing.assert_allclose(figure.axes[0].lines[1].get_ydata(), 0.15)
+    figure = plots.gaps(np.array([[1e-3, -1e-3], [3e-3, 1e-3]]))
+    np.testing.assert_allclose(figure.axes[0].lines[2].get_ydata(), [2e-3, 0])
