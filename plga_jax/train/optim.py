@@ -92,33 +92,38 @@ class OptimConfig:
         return cls(**settings)
 
 
-def schedule(config: OptimConfig) -> optax.Schedule:
-    """The learning rate as a function of the number of updates made so far.
+def learning_rate(count, config: OptimConfig, *, largest=None, warmup=None) -> Array:
+    """The learning rate after a number of updates.
 
     With s updates made: η_max s/T_w while s <= T_w, then η_max ((1 - α) ½ (1 + cos π(s - T_w)/(T -
     T_w)) + α), with s held at T. The very first update therefore has rate 0 (moments move,
     parameters do not).
 
     Args:
+        count: s, int or int array of any shape.
         config: the settings.
+        largest: η_max, may be traced; None takes the config's.
+        warmup: T_w below T, may be traced; None takes the config's.
 
     Returns:
-        A function from a count (int or int array of any shape) to the rate, in the default float
-        dtype.
+        The rate in the default float dtype.
 
     Source: the schedule of the published PLDR-LLM training program.
     """
-    warmup, total, ratio = config.warmup_steps, config.total_steps, config.final_ratio
+    # optax's schedules mix int counters with floats, which strict dtype promotion refuses.
+    real = jnp.result_type(float)
+    largest = config.learning_rate if largest is None else largest
+    warmup = jnp.asarray(config.warmup_steps if warmup is None else warmup, real)
+    steps = jnp.minimum(jnp.asarray(count), config.total_steps).astype(real)
+    rising = steps / jnp.maximum(warmup, 1)
+    turned = jnp.pi * (steps - warmup) / (config.total_steps - warmup)
+    falling = (1 - config.final_ratio) * 0.5 * (1 + jnp.cos(turned)) + config.final_ratio
+    return largest * jnp.where(steps < warmup, rising, falling)
 
-    def rate(count):
-        # optax's schedules mix int counters with floats, which strict dtype promotion refuses.
-        steps = jnp.minimum(jnp.asarray(count), total).astype(jnp.result_type(float))
-        rising = steps / max(warmup, 1)
-        turned = jnp.pi * (steps - warmup) / (total - warmup)
-        falling = (1 - ratio) * 0.5 * (1 + jnp.cos(turned)) + ratio
-        return config.learning_rate * jnp.where(steps < warmup, rising, falling)
 
-    return rate
+def schedule(config: OptimConfig) -> optax.Schedule:
+    """`learning_rate` as a function of the number of updates made so far."""
+    return lambda count: learning_rate(count, config)
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -208,13 +213,14 @@ def _with_standard_promotion(
     return optax.GradientTransformation(inner.init, update)
 
 
-def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimConfig, rate: optax.Schedule | None = None) -> optax.GradientTransformation:
     """AdamW as published: clip by value, Adam, decoupled decay on all parameters, schedule; bad steps skipped.
 
     Keep master parameters in float32: the moments take their dtype.
 
     Args:
         config: the settings.
+        rate: another schedule than the config's.
 
     Returns:
         An optax transformation, to be followed by `optax.apply_updates`. Its update needs `params`.
@@ -228,5 +234,5 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
     )
     return optax.chain(
         skip_nonfinite(_with_standard_promotion(adamw)),
-        optax.scale_by_learning_rate(schedule(config)),
+        optax.scale_by_learning_rate(rate or schedule(config)),
     )

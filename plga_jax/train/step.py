@@ -152,7 +152,34 @@ def make_train_step(
     monitor: Callable[[Any], Mapping[str, Array]] | None = None,
     shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
-    """Builds the jitted `(state, batch) -> (state, metrics)`; the state given to it is consumed.
+    """`make_step`, jitted; the state given to it is consumed.
+
+    Args:
+        loss_fn: see `make_step`, likewise below.
+        tx: the optimizer.
+        accumulation: number of microbatches.
+        monitor: further scalars.
+        shardings: of the state that comes out, from `param_shardings`; None lets JAX choose.
+
+    Returns:
+        The step.
+
+    Raises:
+        ValueError: as `make_step`.
+    """
+    step = make_step(loss_fn, tx, accumulation=accumulation, monitor=monitor)
+    outputs = {} if shardings is None else {"out_shardings": (shardings, None)}
+    return jax.jit(step, donate_argnums=0, **outputs)
+
+
+def make_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    *,
+    accumulation: int = 1,
+    monitor: Callable[[Any], Mapping[str, Array]] | None = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """Builds `(state, batch) -> (state, metrics)`.
 
     Args:
         loss_fn: the objective of a model on a batch.
@@ -160,10 +187,9 @@ def make_train_step(
         accumulation: number of microbatches a batch is cut into; the update is that of the whole
             batch: totals and counts are summed and divided once.
         monitor: further scalars read from the new optimizer state.
-        shardings: of the state that comes out, from `param_shardings`; None lets JAX choose.
 
     Returns:
-        The step. Metrics are scalars on the device: loss, nll (the loss without penalty), accuracy,
+        The step, not jitted. Metrics are scalars on the device: loss, nll (the loss without penalty), accuracy,
         tokens, grad_norm, the objective's `means`, and what `monitor` adds.
 
     Raises:
@@ -214,8 +240,7 @@ def make_train_step(
         new = dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1)
         return new, metrics
 
-    outputs = {} if shardings is None else {"out_shardings": (shardings, None)}
-    return jax.jit(step, donate_argnums=0, **outputs)
+    return step
 
 
 def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, Batch], Objective]:
