@@ -118,6 +118,10 @@ def test_certified_gain_is_reached_in_a_case_without_slack(x64):
     envelope = budget.iswiglu_slope(6.0) / jax.grad(iswiglu)(6.0)
     assert gain[0] == pytest.approx(float(slope * envelope), rel=1e-12)
     assert 1 < envelope < 2
+    # A ball is as steep as its steepest point.
+    ball = budget.certified_operator_gain(A, W=W, b_W=b_W, P=P, a=a, radius=0.5)
+    edge = budget.certified_operator_gain(A + 0.5, W=W, b_W=b_W, P=P, a=a, radius=0.0)
+    np.testing.assert_allclose(ball, edge, rtol=1e-14)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -109,6 +109,15 @@ class TestModel:
         kept = prefix.pldr_decoder(published("float32"))
         np.testing.assert_array_equal(kept(TOKENS, ids != 0)[ids != 0], kept(ids, ids != 0)[ids != 0])
 
+    def test_a_masked_key_is_hidden_wherever_it_stands(self, published):
+        constant = constant_operator_model(
+            published("float32", gram_rows="all"), jnp.broadcast_to(jnp.eye(16), (2, 4, 16, 16))
+        )
+        decoder, valid = prefix.pldr_decoder(constant), np.arange(S) != 2
+        logits = [decoder(np.where(valid, TOKENS, token), np.broadcast_to(valid, TOKENS.shape)) for token in (7, 8)]
+        np.testing.assert_array_equal(logits[0][:, valid], logits[1][:, valid])
+        assert (logits[0][:, 2] != logits[1][:, 2]).any()
+
     def test_a_suffix_moves_history_but_not_its_first_row(self, learned):
         found = prefix.historical_rows(prefix.pldr_decoder(learned), *PAIRS, shared=K)
         assert found.first_row.fraction == 0
