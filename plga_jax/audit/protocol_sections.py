@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 
-from plga_jax.audit import decoding, prefix, scoring, sequential
+from plga_jax.audit import budget, decoding, prefix, scoring, sequential
 from plga_jax.audit.quantities import Quantity
-from plga_jax.audit.subject import NO_LEARNER, ONE_PROMPT, Subject, logits
+from plga_jax.audit.subject import EVERY_HEAD, NO_LEARNER, ONE_PROMPT, Subject, logits
 from plga_jax.generate import generate
 
 
@@ -158,4 +158,42 @@ def protocols(subject: Subject) -> list[Quantity]:
         Quantity.of("choice.mc2_sequential", scored, sequential_mc2, ("item",)),
         Quantity.of("choice.mc2_block", scored, block_mc2, ("item",)),
         Quantity.of("choice.right", scored, right.astype(np.int64), ("item",), "accuracy, by sequential scores"),
+    ]
+
+
+def perturbation(subject: Subject) -> list[Quantity]:
+    """The worst-case chain from an error of the operators to the logits, at each prompt."""
+    whole = budget.perturbation_budget
+    if subject.model.config.operator != "learned":
+        return [Quantity.omitted("budget.deviation", whole, NO_LEARNER)]
+    found = [whole(subject.model, prompt) for prompt in subject.prompts]
+
+    def heads(name: str) -> np.ndarray:
+        return np.stack([getattr(one, name) for one in found], axis=1)
+
+    def prompts(name: str) -> np.ndarray:
+        return np.array([getattr(one, name) for one in found])
+
+    decided = np.array([one.decides() for one in found], np.int64)
+    return [
+        Quantity.of(
+            "budget.operator_gain", budget.operator_gain, heads("operator_gain"), EVERY_HEAD, "C_G, observed range"
+        ),
+        Quantity.of(
+            "budget.operator_gain_floor", budget.operator_gain, heads("operator_gain_floor"), EVERY_HEAD, "C_G from ε_A"
+        ),
+        Quantity.of(
+            "budget.operator_gain_certified",
+            budget.certified_operator_gain,
+            heads("operator_gain_certified"),
+            EVERY_HEAD,
+            "of any error of A up to a float32 rounding",
+        ),
+        Quantity.of("budget.head_factor", budget.head_factor, heads("head_factor"), EVERY_HEAD),
+        Quantity.of("budget.layer_gain", whole, heads("layer_gain"), ("layer", "prompt")),
+        Quantity.of("budget.end_to_end", whole, prompts("end_to_end"), ("prompt",)),
+        Quantity.of("budget.radius", whole, prompts("radius"), ("prompt",), "a float32 rounding of the largest G"),
+        Quantity.of("budget.deviation", whole, prompts("deviation"), ("prompt",), "B: what the chain allows a logit"),
+        Quantity.of("budget.margin", decoding.agreement, prompts("margin"), ("prompt",), "best less second logit"),
+        Quantity.of("budget.decides", budget.Budget.decides, decided, ("prompt",), "1: 2·B < margin"),
     ]

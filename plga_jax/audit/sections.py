@@ -21,6 +21,7 @@ SECTIONS: dict[str, Callable[[Subject], list[Quantity]]] = {
     "prefix": protocol_sections.prefixes,
     "losses": protocol_sections.losses,
     "scoring": protocol_sections.protocols,
+    "budget": protocol_sections.perturbation,
 }
 """By name, in the order of a report."""
 
