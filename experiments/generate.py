@@ -14,6 +14,7 @@ from absl import flags
 
 from experiments.cli import run
 from experiments.loading import load
+from plga_jax.audit.certified import decode_certified
 from plga_jax.generate import CACHES, stream
 from plga_jax.ops.sampling import TOP_P_RULES, SamplingConfig
 
@@ -31,7 +32,26 @@ _GREEDY = flags.DEFINE_bool("greedy", False, "Take the likeliest token each time
 _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 _CACHE = flags.DEFINE_enum("cache", "kv_g", CACHES, "What is kept between tokens.")
 _STOP = flags.DEFINE_list("stop", None, "Token ids that end a text; default: the end token; empty: none.")
+_CERTIFY = flags.DEFINE_bool("certify", False, "Greedily, and each token certified or chosen by operators made anew.")
 _OPERATORS = flags.DEFINE_string("operators", None, "An .npz of constant operators G to use instead of learned ones.")
+
+
+def certified(model, tokenizer, prompts: list[list[int]], sampling: SamplingConfig, stop: list[int]) -> None:
+    """Continues one prompt under certificates; see `audit.certified`."""
+    if len(prompts) != 1 or (sampling != SamplingConfig() and not sampling.greedy):
+        raise ValueError("--certify continues one --prompt greedily: leave out the sampling flags and further prompts")
+    decoder, tokens = tokenizer.stream(), []
+    print("".join(map(decoder.push, prompts[0])), end="", flush=True)
+    for token in decode_certified(model, prompts[0], max_new_tokens=_NEW.value, stop_ids=stop):
+        tokens.append(token)
+        print(decoder.push(token.token), end="", flush=True)
+    print(decoder.flush())
+    sure = sum(token.certified for token in tokens)
+    print(
+        f"{len(tokens)} tokens: {sure} certified, {len(tokens) - sure} chosen by operators made anew there "
+        "(certificates are linear ones: a checked remainder, no proof)",
+        file=sys.stderr,
+    )
 
 
 def main() -> None:
@@ -51,6 +71,8 @@ def main() -> None:
     model, tokenizer = load(_CHECKPOINT.value, tokenizer=_TOKENIZER.value, operators=_OPERATORS.value)
     stop = [tokenizer.eos_id] if _STOP.value is None else [int(token) for token in _STOP.value]
     prompts = [tokenizer.encode(text) for text in given]
+    if _CERTIFY.value:
+        return certified(model, tokenizer, prompts, sampling, stop)
     choices = {"sampling": sampling, "seed": _SEED.value, "cache": _CACHE.value, "stop_ids": stop}
     steps = stream(model, prompts, max_new_tokens=_NEW.value, **choices)
 
