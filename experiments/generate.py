@@ -40,9 +40,10 @@ def certified(model, tokenizer, prompts: list[list[int]], sampling: SamplingConf
     """Continues one prompt under certificates; see `audit.certified`."""
     if len(prompts) != 1 or (sampling != SamplingConfig() and not sampling.greedy):
         raise ValueError("--certify continues one --prompt greedily: leave out the sampling flags and further prompts")
+    steps = decode_certified(model, prompts[0], max_new_tokens=_NEW.value, stop_ids=stop)
     decoder, tokens = tokenizer.stream(), []
     print("".join(map(decoder.push, prompts[0])), end="", flush=True)
-    for token in decode_certified(model, prompts[0], max_new_tokens=_NEW.value, stop_ids=stop):
+    for token in steps:
         tokens.append(token)
         print(decoder.push(token.token), end="", flush=True)
     print(decoder.flush())

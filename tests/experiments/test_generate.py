@@ -38,6 +38,7 @@ GOOD = {
         "--cache=none",
         "--operators={G}",
     ],
+    "certified": ["--checkpoint={run}", f"--prompt={PROMPT}", "--max_new_tokens=6", "--certify", "--stop="],
 }
 BAD = {
     "empty prompt": (["--prompt="], "give a --prompt that is not empty"),
@@ -45,6 +46,8 @@ BAD = {
     "unknown checkpoint": (["--prompt=a", "--checkpoint=absent"], "absent does not exist"),
     "corrupt checkpoint": (["--prompt=a", "--checkpoint={corrupt}"], "damaged or not a safetensors file"),
     "top_p": (["--prompt=a", "--top_p=1.5"], "top_p is 1.5; it must be within (0, 1]"),
+    "certified sampling": (["--prompt=a", "--certify", "--top_p=0.9"], "--certify continues one --prompt greedily"),
+    "certified constant": (["--prompt=a", "--certify", "--operators={G}"], "nothing to certify"),
 }
 
 
@@ -110,6 +113,13 @@ def test_batch_from_standard_input_with_operators(ran, model):
         == "\n\n".join(_expected(constant_operator_model(model, jnp.asarray(IDENTITY)), ["Xy", "Ab"], **options)) + "\n"
     )
     assert " tokens" in err
+
+
+def test_certified_tokens_are_those_of_no_cache(ran, model):
+    code, out, err = ran["certified"]
+    assert code == 0
+    assert out == _expected(model, [PROMPT], max_new_tokens=6, cache="none")[0] + "\n"
+    assert err.startswith("6 tokens: ") and "chosen by operators made anew" in err
 
 
 @pytest.mark.parametrize("name", BAD)
