@@ -32,7 +32,7 @@ from plga_jax.parallel.sharding import (
 from plga_jax.train.checkpoint import Checkpoints
 from plga_jax.train.config import TrainConfig, differences
 from plga_jax.train.journal import Journal, TrainingDiverged
-from plga_jax.train.optim import OptimConfig, schedule, skipped
+from plga_jax.train.optim import OptimConfig, rate_factor, scale_rate, schedule, skipped
 from plga_jax.train.records import Records
 from plga_jax.train.signals import stop_on_signal
 from plga_jax.train.step import (
@@ -44,15 +44,39 @@ from plga_jax.train.step import (
     make_train_step,
 )
 
-__all__ = ["FitResult", "Hooks", "TrainConfig", "TrainState", "TrainingDiverged", "evaluate", "fit"]
+__all__ = ["FitResult", "Hooks", "Steering", "TrainConfig", "TrainState", "TrainingDiverged", "evaluate", "fit"]
+
+_MARKED = 100
+"""Marked checkpoints that are kept."""
 
 Callback = Callable[[int, TrainState], Mapping[str, float] | None]
 
 
-def skip_counts(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """The skip counters of `make_optimizer`'s state, as metrics."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steering:
+    """What is done after a step because of what its probes found.
+
+    Attributes:
+        values: for the step's line.
+        note: told to people; with `stop`, why the run ended.
+        stop: save and end the run here.
+        mark: keep a checkpoint of this step in marked/, where later ones do not displace it.
+        rate_factor: multiplies the learning rate from now on; needs an optimizer with `adjustable_rate`.
+    """
+
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    note: str | None = None
+    stop: bool = False
+    mark: bool = False
+    rate_factor: float = 1.0
+
+
+def optimizer_scalars(opt_state: optax.OptState) -> dict[str, jax.Array]:
+    """The skip counters of `make_optimizer`'s state, and the factor of its rate if that may change, as metrics."""
     total, consecutive = skipped(opt_state)
-    return {"total_skipped": total, "consecutive_skipped": consecutive}
+    found = {"total_skipped": total, "consecutive_skipped": consecutive}
+    factor = rate_factor(opt_state)
+    return found if factor is None else found | {"rate_factor": factor}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +88,8 @@ class Hooks:
         sample: text samples of a state.
         callbacks: probes `(step, state) -> values for that step's line, or None`, called before
             the first step and after every step; the state is valid only during the call.
+        steer: decides after each step what follows from its probes, `(step, values) -> Steering` or None. All it knows
+            must follow from the values it was given: a resumed run gives it the lines of the steps before again.
         schedule: learning rate of the update that follows a number of updates, for the log.
         monitor: scalars of the optimizer state to log, computed inside the step.
         max_consecutive_skips: bound on the monitor's "consecutive_skipped"; None says that the
@@ -73,6 +99,7 @@ class Hooks:
     validation: Callable[[], Iterable[Batch]] | None = None
     sample: Callable[[TrainState], Sequence[str]] | None = None
     callbacks: Sequence[Callback] = ()
+    steer: Callable[[int, Mapping[str, Any]], Steering | None] | None = None
     schedule: Callable[[Any], Any] | None = None
     monitor: Callable[[Any], Mapping[str, Any]] | None = None
     max_consecutive_skips: int | None = None
@@ -90,7 +117,7 @@ class Hooks:
         """
         return cls(
             schedule=schedule(config),
-            monitor=skip_counts,
+            monitor=optimizer_scalars,
             max_consecutive_skips=config.max_consecutive_skips,
             **others,
         )
@@ -104,7 +131,7 @@ class FitResult:
         state: after the last step.
         step: the number of updates made.
         resumed_from: the step it went on from; None for a fresh run.
-        interrupted: the signal that stopped it before its last step; None for none.
+        interrupted: the signal, or the note of the steering, that stopped it before its last step; None for none.
         metrics: the newest value of everything that was logged.
         first_step_seconds: wall time of the first step, compilation included; None if none was made.
         seconds: wall time in all.
@@ -204,7 +231,10 @@ def fit(
 
         if resumed_from is not None:
             say(f"going on from step {step}")
-            line = next(reversed(list(records)), {})
+            lines = list(records)
+            for line in lines if hooks.steer else ():
+                hooks.steer(line["step"], line)  # It has been done; only remembered here.
+            line = lines[-1] if lines else {}
             journal.last |= {name: value for name, value in line.items() if value is not None}
 
         def probe() -> dict[str, float]:
@@ -212,6 +242,19 @@ def fit(
             for callback in hooks.callbacks:
                 values |= callback(step, state) or {}
             return values
+
+        def steer(values: dict[str, float]) -> Steering:
+            found = (hooks.steer(step, values) if hooks.steer else None) or Steering()
+            values |= found.values
+            if found.note:
+                say(found.note)
+            return found
+
+        def mark() -> None:
+            journal.flush()
+            if root:
+                with Checkpoints(root / "marked", keep=_MARKED) as marked:
+                    marked.save(state, config=run_config)
 
         def validate() -> dict[str, float]:
             placed = (place(batch) for batch in hooks.validation())
@@ -234,9 +277,11 @@ def fit(
         due = _due(step, config, hooks)
         if step == 0 and resumed_from is None:
             extra = validate() if due["eval"] else {}
-            journal.add(0, {}, extra | probe())
+            extra |= probe()
+            steer(extra)
+            journal.add(0, {}, extra)
             journal.flush()
-        metrics, first_step_seconds, last = {}, None, step >= config.steps
+        metrics, first_step_seconds, last, ended = {}, None, step >= config.steps, None
         while not last:
             batch = next(batches, None)
             if batch is None:
@@ -253,6 +298,11 @@ def fit(
             last = step >= config.steps or stop.requested
             due = _due(step, config, hooks)
             extra = probe()
+            steering = steer(extra)
+            if steering.rate_factor != 1.0:
+                state = dataclasses.replace(state, opt_state=scale_rate(state.opt_state, steering.rate_factor))
+            ended = steering.note if steering.stop else None
+            last |= steering.stop
             journal.add(step, metrics, extra)
             if first_step_seconds is None:
                 jax.block_until_ready(metrics)
@@ -269,6 +319,9 @@ def fit(
             if due["sample"]:
                 with journal.paused():
                     sample()
+            if steering.mark:
+                with journal.paused():
+                    mark()
             if due["save"] or last:
                 with journal.paused():
                     save()
@@ -278,7 +331,7 @@ def fit(
         state=state,
         step=step,
         resumed_from=resumed_from,
-        interrupted=stop.by if step < config.steps else None,
+        interrupted=(stop.by or ended) if step < config.steps else None,
         metrics=dict(journal.last),
         first_step_seconds=first_step_seconds,
         seconds=time.perf_counter() - began,

@@ -213,7 +213,63 @@ def _with_standard_promotion(
     return optax.GradientTransformation(inner.init, update)
 
 
-def make_optimizer(config: OptimConfig, rate: optax.Schedule | None = None) -> optax.GradientTransformation:
+class RateFactorState(NamedTuple):
+    """State of `adjustable_rate`: [] float32, what updates are multiplied by."""
+
+    factor: Array
+
+
+def adjustable_rate() -> optax.GradientTransformation:
+    """Multiplies updates by a factor that lies in the state, 1 at first: see `scale_rate`.
+
+    In the state, so that checkpoints keep it.
+
+    Returns:
+        A transformation with state `RateFactorState`.
+    """
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda x: x * state.factor.astype(x.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: RateFactorState(jnp.ones((), jnp.float32)), update)
+
+
+def scale_rate(opt_state: optax.OptState, factor: float) -> optax.OptState:
+    """The state with a learning rate that is `factor` times as large from now on.
+
+    Args:
+        opt_state: of an optimizer with `adjustable_rate`.
+        factor: multiplies the rate.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: when no `adjustable_rate` is in the chain.
+    """
+    is_state = lambda node: isinstance(node, RateFactorState)  # noqa: E731
+    if not any(map(is_state, jax.tree.leaves(opt_state, is_leaf=is_state))):
+        raise ValueError(
+            "the learning rate of this optimizer is fixed: make it with make_optimizer(…, adjustable=True)"
+        )
+
+    def scaled(node):
+        return RateFactorState(node.factor * factor) if is_state(node) else node
+
+    return jax.tree.map(scaled, opt_state, is_leaf=is_state)
+
+
+def rate_factor(opt_state: optax.OptState) -> Array | None:
+    """The factor of `adjustable_rate` anywhere within an optimizer state; None where there is none."""
+    is_state = lambda node: isinstance(node, RateFactorState)  # noqa: E731
+    found = [node.factor for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    return found[0] if found else None
+
+
+def make_optimizer(
+    config: OptimConfig, rate: optax.Schedule | None = None, *, adjustable: bool = False
+) -> optax.GradientTransformation:
     """AdamW as published: clip by value, Adam, decoupled decay on all parameters, schedule; bad steps skipped.
 
     Keep master parameters in float32: the moments take their dtype.
@@ -221,6 +277,7 @@ def make_optimizer(config: OptimConfig, rate: optax.Schedule | None = None) -> o
     Args:
         config: the settings.
         rate: another schedule than the config's.
+        adjustable: whether `scale_rate` may change the learning rate later.
 
     Returns:
         An optax transformation, to be followed by `optax.apply_updates`. Its update needs `params`.
@@ -235,4 +292,5 @@ def make_optimizer(config: OptimConfig, rate: optax.Schedule | None = None) -> o
     return optax.chain(
         skip_nonfinite(_with_standard_promotion(adamw)),
         optax.scale_by_learning_rate(rate or schedule(config)),
+        *([adjustable_rate()] if adjustable else []),
     )

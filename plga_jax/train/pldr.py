@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -16,7 +16,7 @@ from plga_jax.parallel.sharding import DATA_PARALLEL, FSDP, batch_ways
 from plga_jax.tokenizers import Tokenizer
 from plga_jax.train.config import TrainConfig
 from plga_jax.train.data import Corpus, TokenDataset, make_loader
-from plga_jax.train.loop import Callback, FitResult, Hooks, fit
+from plga_jax.train.loop import Callback, FitResult, Hooks, Steering, fit
 from plga_jax.train.losses import DagCoefficients
 from plga_jax.train.objectives import next_token_objective
 from plga_jax.train.optim import OptimConfig, make_optimizer
@@ -68,6 +68,9 @@ def train_pldr(
     workdir: str | os.PathLike | None,
     mesh: Mesh | None = None,
     callbacks: Sequence[Callback] = (),
+    steer: Callable[[int, Mapping[str, Any]], Steering | None] | None = None,
+    adjustable_rate: bool = False,
+    notes: Mapping[str, Any] | None = None,
     allow_fallback: bool = False,
     progress: bool = True,
 ) -> FitResult:
@@ -80,6 +83,9 @@ def train_pldr(
         workdir: see `fit`.
         mesh: devices; weights are split over "fsdp" where that is more than 1. None is one device.
         callbacks: probes, see `Hooks`.
+        steer: what follows from them, see `Hooks`.
+        adjustable_rate: whether `steer` may change the learning rate.
+        notes: further JSON for the run's config, such as that of the probes; a resumed run must have the same.
         allow_fallback: see `fit`.
         progress: show progress bars.
 
@@ -120,7 +126,7 @@ def train_pldr(
         tokens = generate(state.model, [prompt], max_new_tokens=added).tokens[0]
         return [f"{tokenizer.decode(prompt)} → {tokenizer.decode(tokens)}"]
 
-    tx = make_optimizer(run.optim)
+    tx = make_optimizer(run.optim, adjustable=adjustable_rate)
     model = PLDR(run.model, rngs=nnx.Rngs(run.train.seed))
     return fit(
         TrainState.init(model, tx, seed=run.train.seed, mesh=mesh, rules=rules),
@@ -128,9 +134,9 @@ def train_pldr(
         tx,
         make_loader(train, run.train.batch_size, seed=run.train.seed),
         run.train,
-        hooks=Hooks.of(run.optim, validation=validation, sample=sample, callbacks=callbacks),
+        hooks=Hooks.of(run.optim, validation=validation, sample=sample, callbacks=callbacks, steer=steer),
         workdir=workdir,
-        run_config=_run_config(run, corpus, train, tokenizer),
+        run_config=_run_config(run, corpus, train, tokenizer) | dict(notes or {}),
         mesh=mesh,
         rules=rules,
         allow_fallback=allow_fallback,

@@ -106,9 +106,28 @@ def test_killed_and_started_again(trained, corpus):
     assert losses(workdir) == losses(straight)
 
 
+def test_a_probed_run_stops_at_a_collapse_and_tells_when_symptoms_fell(trained, corpus):
+    workdir = trained[0].parent / "probed"
+    # Every m is below 2, and the fresh model's must be above 10 to count as uncollapsed: the run is collapsed at once,
+    # but has not come from anywhere, so nothing is done about it.
+    probed = ("--emergence", "--emergence_every=8", "--on_collapse=abort", "--set=sample_every=0")
+    code, out, err = finish(start(workdir, corpus, *probed, "--collapsed_below=2"))
+    assert code == 0, err
+    assert "done after step 24" in out and "How the collapse came about" in out
+    probes = [line for line in Records(workdir / "metrics.jsonl") if "phase" in line]
+    assert [(line["step"], line["phase"]) for line in probes] == [(step, "collapsed") for step in (0, 8, 16, 24)]
+    record = json.loads((workdir / "emergence.json").read_text())
+    assert record["steps"] == [0, 8, 16, 24] and record["cost"]["probes"] == 4
+    assert (workdir / "emergence.png").stat().st_size > 10_000
+    assert losses(workdir) == losses(trained[0])  # probes change nothing
+    code, _, err = finish(start(workdir, corpus, *probed, "--collapsed_below=1"))
+    assert code == 2 and "monitor.collapsed_below was 2.0, is 1.0" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--on_collapse=cut"], "--on_collapse=cut needs --emergence"),
         (["--config=huge"], "there is no run 'huge'; choose tiny, small, medium, 110m"),
         (["--corpus=/no/such/text"], "there is no file or folder /no/such/text"),
         (["--set=leraning_rate=1"], "the nearest are optim.learning_rate"),

@@ -17,7 +17,7 @@ from plga_jax.train import loop
 from plga_jax.train.checkpoint import Checkpoints
 from plga_jax.train.config import TrainConfig, differences
 from plga_jax.train.journal import TrainingDiverged
-from plga_jax.train.loop import Hooks, fit
+from plga_jax.train.loop import Hooks, Steering, fit
 from plga_jax.train.optim import OptimConfig, make_optimizer, schedule
 from plga_jax.train.records import Records
 from plga_jax.train.step import TrainState, make_eval_step, make_train_step
@@ -318,3 +318,63 @@ def test_master_weights_stay_float32_when_the_model_computes_in_bfloat16():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert {metrics[name].dtype for name in ("loss", "grad_norm")} == {jnp.dtype("float32")}
     assert dataclasses.asdict(OPTIM) and np.isfinite(metrics["loss"])
+
+
+class TestSteering:
+    """What a monitor asks for is done, kept by checkpoints, and remembered when a run goes on."""
+
+    @staticmethod
+    def hooks(steer, **others):
+        probe = lambda step, state: {"probe": float(step)}  # noqa: E731
+        return Hooks.of(OPTIM, callbacks=[probe], steer=steer, **others)
+
+    def test_values_reach_the_lines_and_a_stop_saves(self, tmp_path):
+        def steer(step, values):
+            return Steering(
+                values={"phase": f"p{values['probe']:.0f}"}, note="enough" if step == 6 else None, stop=step == 6
+            )
+
+        result = train(tmp_path, hooks=self.hooks(steer))
+        assert (result.interrupted, result.step) == ("enough", 6)
+        assert [line["phase"] for line in lines(tmp_path)] == [f"p{step}" for step in range(7)]
+        assert Checkpoints(tmp_path / "checkpoints").latest_step == 6
+
+    def test_marked_steps_outlive_later_checkpoints(self, tmp_path):
+        result = train(tmp_path, hooks=self.hooks(lambda step, _: Steering(mark=step in (2, 3))), keep=1, save_every=1)
+        assert result.step == 12
+        assert Checkpoints(tmp_path / "checkpoints").steps == (12,)
+        marked = Checkpoints(tmp_path / "marked")
+        assert marked.steps == (2, 3)
+        assert int(marked.restore(fresh_state()).state.step) == 3
+
+    def test_a_cut_rate_outlives_a_stop_and_is_made_once(self, tmp_path):
+        tx = make_optimizer(OPTIM, adjustable=True)
+
+        def run(workdir, stop_at=None):
+            seen = []
+
+            def steer(step, values):
+                seen.append(step)
+                return Steering(
+                    rate_factor=0.25 if step == 4 else 1.0, stop=step == stop_at, note="cut" if step == 4 else None
+                )
+
+            return train(workdir, tx=tx, hooks=self.hooks(steer)), seen
+
+        whole, _ = run(tmp_path / "whole")
+        first, _ = run(tmp_path / "halves", stop_at=6)
+        assert first.step == 6
+        second, seen = run(tmp_path / "halves")
+        assert second.resumed_from == 6 and seen == list(range(13))
+        found = lines(tmp_path / "halves")
+        assert found == lines(tmp_path / "whole")
+        assert [line["rate_factor"] for line in found[1:]] == [1.0] * 4 + [0.25] * 8
+        chex.assert_trees_all_equal(second.state.params, whole.state.params)
+        untouched = train(tmp_path / "untouched", tx=tx)
+        chex.assert_trees_all_equal(untouched.state.params, train(tmp_path / "plain").state.params)
+        moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), untouched.state.params, whole.state.params)
+        assert max(jax.tree.leaves(moved)) > 0
+
+    def test_a_fixed_rate_cannot_be_cut(self, tmp_path):
+        with pytest.raises(ValueError, match="adjustable=True"):
+            train(tmp_path, hooks=self.hooks(lambda step, _: Steering(rate_factor=0.5)))
