@@ -29,7 +29,7 @@ class PowerLaw:
     ks_distance: float
     """Largest difference of the two distribution functions."""
     ratio: float
-    """Log-likelihood of the power law less that of the best exponential, per size: positive speaks for the power law."""
+    """Log-likelihood of the power law less that of the best exponential, per size: above 0 it is the likelier law."""
     ratio_z: float
     """The same in its standard errors: beyond ±2 it means something."""
     sizes: int
