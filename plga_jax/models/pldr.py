@@ -8,6 +8,7 @@ pytree: pass it through `jax.jit`, `jax.grad` and `lax.scan` as an argument. Var
     v510    `operator="learned"`; the DAG-loss variant is the same map with another loss
     v510G   `operator="constant"`: G is given, not trained (`PLDR.with_operators`)
     v510Gi  a trained v510 with the operators of its empty prompt: `pldr_transforms.constant_operator_model`
+    causal  `gram_refresh=c`: operators from the past only, made anew every c tokens (not published)
     v51/v52 interleaved / half-split rotary planes: `rope_layout`; `pldr_transforms.convert_rope_layout`
 
 Source: "Power law graph attention: exact generalization of SDPA, empirical collapse at inference" and the PLDR-LLM
@@ -26,9 +27,10 @@ from plga_jax.array_types import Array, DType, statistics_dtype
 from plga_jax.caches import KVCache
 from plga_jax.models.language_model import LanguageModel, last_real
 from plga_jax.models.pldr_config import PLDRConfig
-from plga_jax.models.pldr_layers import Constant, DecoderLayer, Rows
+from plga_jax.models.pldr_layers import Constant, DecoderLayer, Rows, Running
 from plga_jax.models.stacking import over_layers
 from plga_jax.modules.linear import LayerNorm, Linear
+from plga_jax.ops.cumulative_gram import Refreshes
 from plga_jax.ops.masks import Mask
 from plga_jax.ops.power_law import fold_operator
 
@@ -39,7 +41,8 @@ class DeductiveOutputs:
     """What the model deduced on the way, stacked over layers. Fields not collected are None.
 
     Attributes:
-        A: metric tensor, [L, B, N, H, H] (with segments [L, B, X, N, H, H], likewise below).
+        A: metric tensor, [L, B, N, H, H] (with segments [L, B, X, N, H, H], with a cumulative Gram [L, B, R, N, H, H]
+            for R refreshes, the r-th made at a document's row c·r; likewise below).
         A_LM: positive tensor, [L, B, N, H, H].
         A_P: A_LM to the power P, [L, B, N, H, H].
         G_LM: the operator, [L, B, N, H, H].
@@ -67,20 +70,29 @@ COLLECTABLE = tuple(field.name for field in dataclasses.fields(DeductiveOutputs)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PLDRCache:
-    """Keys, values and frozen operators of a running generation.
+    """Keys, values and operators of a running generation.
 
-    The operators are those of the prompt: they are made by `prefill` and never refreshed. "kv" keeps A and makes G from
-    it at every step, as the published KV-cache does; "kv_g" keeps G. Both give the same logits, bit for bit.
+    The operators are those of the prompt: they are made by `prefill` and never refreshed, unless the Gram is cumulative
+    (`gram_refresh`). Then the cache carries it on, and the operators are those of the last refresh. "kv" keeps A and
+    makes G from it at every step, as the published KV-cache does; "kv_g" keeps G. Both give the same logits, bit for
+    bit.
 
     Attributes:
         kv: keys and values.
-        operators: A or G of the prompt, [L, B, N, H, H]; None for a model of constant operators.
+        operators: A or G, [L, B, N, H, H]; None for a model of constant operators.
         kind: which of the two.
+        gram: a cumulative Gram of all tokens held, [L, B, N, H, H] in float32 or better; None for any other.
     """
 
     kv: KVCache
     operators: Array | None
     kind: str = dataclasses.field(metadata={"static": True})
+    gram: Array | None = None
+
+    @property
+    def keeps(self) -> str:
+        """The deductive output that `operators` holds."""
+        return "A" if self.kind == "kv" else "G_LM"
 
     @property
     def length(self) -> Array:
@@ -146,7 +158,7 @@ class PLDR(LanguageModel):
 
         Note:
             G is made from all rows of the call, so row t depends on later tokens, as in the paper; constant or given
-            operators make the model causal.
+            operators, or a cumulative Gram, make the model causal.
         """
         self._check(tokens, operators, collect)
         rows = self._rows(tokens, positions, segment_ids, num_segments)
@@ -179,10 +191,13 @@ class PLDR(LanguageModel):
             )
         N, H = config.num_heads, config.head_width
         kv = KVCache.init(config.num_layers, batch, capacity, N, H, dtype or config.compute_dtype)
-        operators = None
+        operators = gram = None
+        per_layer = (config.num_layers, batch, N, H, H)
         if config.operator == "learned":
-            operators = jnp.zeros((config.num_layers, batch, N, H, H), config.param_dtype)
-        return PLDRCache(kv=kv, operators=operators, kind=kind)
+            operators = jnp.zeros(per_layer, config.param_dtype)
+        if config.gram_refresh is not None:
+            gram = jnp.zeros(per_layer, statistics_dtype(config.compute_dtype))
+        return PLDRCache(kv=kv, operators=operators, kind=kind, gram=gram)
 
     def prefill(
         self,
@@ -193,7 +208,7 @@ class PLDR(LanguageModel):
         operators: Array | None = None,
         last_only: bool = False,
     ) -> tuple[Array, PLDRCache]:
-        """Reads prompts, of unequal lengths if need be, into a cache, and freezes their operators there.
+        """Reads prompts, of unequal lengths if need be, into a cache, and keeps their operators there.
 
         Args:
             tokens: int [B, T], padded with `config.pad_id` anywhere.
@@ -206,7 +221,7 @@ class PLDR(LanguageModel):
             Logits [B, T, V] ([B, 1, V] with `last_only`), and the cache.
 
         Raises:
-            ValueError: the prompt is longer than the cache, or operators for a cache that keeps A.
+            ValueError: the prompt is longer than the cache, or operators for a cache that keeps A or makes them anew.
         """
         self._check(tokens, operators, ())
         if tokens.shape[1] > cache.kv.capacity:
@@ -216,17 +231,25 @@ class PLDR(LanguageModel):
             )
         if operators is not None and cache.kind != "kv_g":
             raise ValueError(f"A cache of kind {cache.kind!r} keeps A, not operators; use 'kv_g'.")
+        if operators is not None and cache.gram is not None:
+            raise ValueError(
+                "A cumulative Gram makes operators anew as it reads, so given ones cannot be frozen; "
+                "constant_operator_model makes a model of them."
+            )
         rows = self._rows(tokens, None, segment_ids, 1)
         rows = dataclasses.replace(rows, segment_ids=None)
         kv = dataclasses.replace(cache.kv, length=jnp.zeros_like(cache.kv.length))
-        collect = ("A" if cache.kind == "kv" else "G_LM",) if cache.operators is not None else ()
-        x, kv, deduced = self._run(tokens, rows, operators, collect, kv)
-        held = deduced[collect[0]].astype(cache.operators.dtype) if collect else None
+        collect = () if cache.operators is None else (cache.keeps,)
+        running = None
+        if cache.gram is not None:
+            running = jax.tree.map(jnp.zeros_like, Running(gram=cache.gram, held=cache.operators))
+        x, kv, deduced = self._run(tokens, rows, operators, collect, kv, running)
+        held = deduced[cache.keeps].astype(cache.operators.dtype) if collect else None
         x = last_real(x, rows.valid) if last_only else x
-        return self._logits(x), PLDRCache(kv=kv, operators=held, kind=cache.kind)
+        return self._logits(x), dataclasses.replace(cache, kv=kv, operators=held, gram=deduced.get("gram"))
 
     def extend(self, tokens: Array, cache: PLDRCache, *, segment_ids: Array | None = None) -> tuple[Array, PLDRCache]:
-        """Reads one or more further tokens per row with the frozen operators.
+        """Reads one or more further tokens per row with the operators held, or those that a cumulative Gram makes anew.
 
         Args:
             tokens: int [B, T], padded with `config.pad_id` anywhere.
@@ -246,22 +269,31 @@ class PLDR(LanguageModel):
             )
         valid = tokens != self.config.pad_id if segment_ids is None else segment_ids > 0
         slots = cache.kv.slots(valid)
+        refreshes = None
+        if cache.gram is not None:
+            every = self.config.gram_refresh
+            refreshes = Refreshes.of_continuation(slots, valid, cache.kv.length, every=every)
 
         def step(carry, inputs):
             x, kv = carry
-            index, layer, held = inputs
+            index, layer, running = inputs
+            gram, held = running
             q, k, v = layer.attention.project(x, slots)
             kv = kv.append(index, k, v, slots, valid)
             if held is None:
-                G = layer.attention.G[...]
-            else:
+                q = fold_operator(q, layer.attention.G[...])
+            elif gram is None:
                 G = held if cache.kind == "kv_g" else layer.attention.metric.power_law(held).G_LM
-            q = fold_operator(q, G)
+                q = fold_operator(q, G)
+            else:
+                q, running = layer.attention.resume(q, refreshes, valid, running, keep=cache.keeps)
             attended, kv = kv.attend(index, q, slots, valid, self._attention, scale=self._scale)
-            return (layer.finish(x, attended), kv), None
+            return (layer.finish(x, attended), kv), None if gram is None else running
 
-        (x, kv), _ = over_layers(step, (self._embed(tokens), cache.kv), self.layers, cache.operators)
-        return self._logits(x), dataclasses.replace(cache, kv=kv.advance(valid))
+        running = Running(gram=cache.gram, held=cache.operators)
+        (x, kv), after = over_layers(step, (self._embed(tokens), cache.kv), self.layers, running)
+        after = running if after is None else after
+        return self._logits(x), dataclasses.replace(cache, kv=kv.advance(valid), gram=after.gram, operators=after.held)
 
     def with_operators(self, operators: Array) -> Self:
         """A v510G model with these constant operators (sharing all other arrays).
@@ -301,7 +333,7 @@ class PLDR(LanguageModel):
         segment_ids: Array | None,
         num_segments: int | None,
     ) -> Rows:
-        """Positions, masks and Gram rows of a block."""
+        """Positions, masks, Gram rows and refreshes of a block."""
         everything = self.config.gram_rows == "all"
         if segment_ids is None:
             valid = tokens != self.config.pad_id
@@ -328,29 +360,45 @@ class PLDR(LanguageModel):
             k_valid=valid,
         )
         packed = segment_ids if gram is not None and gram.ndim == 3 else None
-        return Rows(positions=positions, mask=mask, gram=gram, segment_ids=packed, valid=valid)
+        refreshes = None
+        if self.config.gram_refresh is not None:
+            if segment_ids is None:
+                member = (jnp.ones_like(valid) if everything else valid)[:, None]
+            refreshes = Refreshes.of_documents(member, positions, valid, every=self.config.gram_refresh)
+        return Rows(positions=positions, mask=mask, gram=gram, segment_ids=packed, valid=valid, refreshes=refreshes)
 
-    def _run(self, tokens, rows: Rows, operators, collect: tuple[str, ...], kv: KVCache | None):
-        """Scans the layers over a block; writes keys and values into `kv` when there is one."""
+    def _run(
+        self,
+        tokens,
+        rows: Rows,
+        operators,
+        collect: tuple[str, ...],
+        kv: KVCache | None,
+        running: Running | None = None,
+    ):
+        """Scans the layers over a block; writes keys and values into `kv`, and a cumulative Gram, where there are."""
 
         def step(carry, inputs):
             x, kv = carry
-            index, layer, given = inputs
+            index, layer, given, running = inputs
             q, k, v = layer.attention.project(x, rows.positions)
             if kv is not None:
                 kv = kv.append(index, k, v, rows.positions, rows.valid)
             with jax.named_scope("operator"):
-                G, kept = layer.attention.deduce(q, rows, given, collect)
-                kept |= {name: value for name, value in (("q", q), ("k", k), ("v", v)) if name in collect}
-                q = fold_operator(q, G, rows.segment_ids)
+                kept = {name: value for name, value in (("q", q), ("k", k), ("v", v)) if name in collect}
+                if running is None:
+                    q, deduced = layer.attention.fold(q, rows, given, collect)
+                else:
+                    q, after = layer.attention.resume(q, rows.refreshes, rows.valid, running, keep=collect[0])
+                    deduced = {"gram": after.gram, collect[0]: after.held}
             with jax.named_scope("attention"):
                 attended = self._attention(q, k, v, rows.mask, scale=self._scale)
-            kept |= self._scores(q, k, rows.mask, collect)
+            kept |= deduced | self._scores(q, k, rows.mask, collect)
             return (layer.finish(x, attended), kv), kept
 
         if self.config.remat:
             step = jax.checkpoint(step, prevent_cse=False)
-        (x, kv), deduced = over_layers(step, (self._embed(tokens), kv), self.layers, operators)
+        (x, kv), deduced = over_layers(step, (self._embed(tokens), kv), self.layers, operators, running)
         return x, None if kv is None else kv.advance(rows.valid), deduced
 
     def _scores(self, q, k, mask: Mask, collect) -> dict[str, Array]:

@@ -34,6 +34,10 @@ class PLDRConfig(ModelConfig):
         norm_epsilon: of every LayerNorm.
         gram_rows: "valid" keeps padding out of the Gram, so it changes nothing; "all" lets it in, as the published
             programs do.
+        gram_refresh: None makes one Gram of all rows of a call, as in the paper, so a row depends on later ones. c ≥ 1
+            makes it causal: row t uses the operator of rows up to c·⌊t/c⌋ of its document, and a block of tokens gives
+            what its tokens give one by one. c = 1 sees the whole past. The metric learner, row map included, then runs
+            on ⌈T/c⌉·N·H rows per sequence and layer instead of N·H.
         attention: implementation of `ops.attention`; None chooses.
         remat: recompute each layer in the backward pass instead of keeping its activations.
         pad_id: token that marks padding.
@@ -56,6 +60,7 @@ class PLDRConfig(ModelConfig):
     init: InitLaw = "soc"
     norm_epsilon: float = 1e-6
     gram_rows: GramRows = "valid"
+    gram_refresh: int | None = None
     attention: str | None = None
     remat: bool = False
     pad_id: int = 0
@@ -66,7 +71,7 @@ class PLDRConfig(ModelConfig):
         """Fills in the widths left open and checks the rest.
 
         Raises:
-            ValueError: a size below 1, an odd head width, or a choice that does not exist.
+            ValueError: a size below 1, an odd head width, a choice that does not exist, or one that means nothing.
         """
         if self.hidden_width is None:
             object.__setattr__(self, "hidden_width", self.model_width * 8 // 3)
@@ -76,7 +81,7 @@ class PLDRConfig(ModelConfig):
             object.__setattr__(self, name, float_name(name, getattr(self, name)))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == (int | None) or field.type is int:
+            if value is not None and (field.type == (int | None) or field.type is int):
                 least = 0 if field.name == "pad_id" else 1
                 if value < least:
                     raise ValueError(f"{field.name} = {value} must be at least {least}.")
@@ -93,6 +98,10 @@ class PLDRConfig(ModelConfig):
             if getattr(self, name) not in allowed:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{name} = {getattr(self, name)!r} is unknown; choose {listed}.")
+        if self.gram_refresh is not None and self.operator == "constant":
+            raise ValueError(
+                f"gram_refresh = {self.gram_refresh}: constant operators are made from no Gram; leave it None."
+            )
         if self.pad_id >= self.vocab_size:
             raise ValueError(f"pad_id = {self.pad_id} is outside a vocabulary of {self.vocab_size}.")
 

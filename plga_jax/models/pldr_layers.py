@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from plga_jax.array_types import Array
 from plga_jax.models.pldr_config import PLDRConfig
 from plga_jax.modules.linear import GatedLinear, LayerNorm, Linear
 from plga_jax.modules.power_law import MetricLearner
+from plga_jax.ops.cumulative_gram import Refreshes, fold_cumulative
 from plga_jax.ops.masks import Mask
+from plga_jax.ops.power_law import density_operator, fold_operator
 from plga_jax.ops.rope import rope
 
 OPERATORS = ("A", "A_LM", "A_P", "G_LM")
@@ -32,6 +35,14 @@ class Rows:
     gram: Array | None  # rows of the Gram: bool [B, T], or [B, X, T] per segment; None: all
     segment_ids: Array | None  # int32 [B, T]
     valid: Array  # bool [B, T]
+    refreshes: Refreshes | None = None  # of a cumulative Gram
+
+
+class Running(NamedTuple):
+    """What a cumulative Gram carries from call to call."""
+
+    gram: Array  # D̂ of all rows so far, [B, N, H, H]
+    held: Array  # A or G of the last refresh, [B, N, H, H]
 
 
 class PowerLawAttention(nnx.Module):
@@ -77,6 +88,45 @@ class PowerLawAttention(nnx.Module):
         """Puts W_Q, W_K and W_V side by side, for one product of three; see `Linear.joined`."""
         self.query_key_value = Linear.joined([self.query, self.key, self.value])
         del self.query, self.key, self.value
+
+    def fold(
+        self, q: Array, rows: Rows, given: Array | None, collect: Collection[str]
+    ) -> tuple[Array, dict[str, Array]]:
+        """Rotated queries [B, T, N, H] with their operators folded in, and the tensors asked for on the way."""
+        if given is not None or rows.refreshes is None:
+            G, kept = self.deduce(q, rows, given, collect)
+            return fold_operator(q, G, rows.segment_ids), kept
+
+        def make(gram):
+            chain = self.metric.power_law(self.metric.metric_of(gram), collect)
+            return chain.G_LM, {name: getattr(chain, name) for name in OPERATORS if name in collect}
+
+        folded, _, kept = fold_cumulative(q, rows.refreshes, make)
+        return folded, kept
+
+    def resume(
+        self, q: Array, refreshes: Refreshes, valid: Array, running: Running, *, keep: str
+    ) -> tuple[Array, Running]:
+        """`fold` for rows that go on with a document under a cumulative Gram; `keep` is what is held, "A" or "G_LM"."""
+
+        def make(gram):
+            A = self.metric.metric_of(gram)
+            G = self.metric.power_law(A).G_LM
+            return G, A if keep == "A" else G
+
+        held = running.held
+        earlier = refreshes.place < 0
+        folded = fold_operator(q, self.metric.power_law(held).G_LM if keep == "A" else held)
+        gram = running.gram + density_operator(q, valid & earlier)
+
+        def renew(folded, gram, held):
+            new, gram, held = fold_cumulative(q, refreshes, make, gram=gram, last=held)
+            return jnp.where(earlier[:, :, None, None], folded, new), gram, held
+
+        # Most single tokens meet no refresh, and the metric learner is most of such a step.
+        due = ~jnp.all(earlier)
+        folded, gram, held = jax.lax.cond(due, renew, lambda *same: same, folded, gram, held)
+        return folded, Running(gram, held)
 
     def deduce(
         self, q: Array, rows: Rows, given: Array | None, collect: Collection[str]

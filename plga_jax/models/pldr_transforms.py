@@ -21,10 +21,10 @@ def operators_of(model: PLDR, tokens: Array) -> Array:
         tokens: int [T], without padding; the empty prompt is the single end-of-text token.
 
     Returns:
-        G, [L, N, H, H].
+        G, [L, N, H, H]; of a cumulative Gram those that serve the last token.
     """
     _, out = model(jnp.asarray(tokens)[None], collect=("G_LM",))
-    return out.G_LM[:, 0]
+    return out.G_LM[:, 0] if model.config.gram_refresh is None else out.G_LM[:, 0, -1]
 
 
 def constant_operator_model(model: PLDR, operators: Array) -> PLDR:
@@ -37,7 +37,7 @@ def constant_operator_model(model: PLDR, operators: Array) -> PLDR:
     Returns:
         A model of `operator="constant"`; given operators G it equals `model(…, operators=G)` exactly.
     """
-    config = dataclasses.replace(model.config, operator="constant")
+    config = dataclasses.replace(model.config, operator="constant", gram_refresh=None)
     abstract = nnx.eval_shape(lambda: PLDR(config, rngs=nnx.Rngs(0)))
     graphdef, params, constant = nnx.split(abstract, nnx.Param, Constant)
     own = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
