@@ -68,6 +68,37 @@ def source_form(first, second, axis=None) -> np.ndarray:
     return quotient(rms(first - second, axis), np.abs(first.mean(axis=axis)))
 
 
+def spectral(A) -> np.ndarray:
+    """*Proxy*: the order parameter of a single forward pass, the share of A's energy off its leading direction.
+
+    The rows of all heads are one matrix; after a collapse it is of rank one, since rows and heads have become one row.
+    So it falls with m, which needs two inputs; that a model with this spectrum also ignores its input is what has to
+    be measured beside it.
+
+    Args:
+        A: metric tensors of one layer or more, [..., N, H, H].
+
+    Returns:
+        sqrt(1 − σ1²/Σσ²) of the [N·H, H] matrices, float64 [...] in [0, 1]; 0 for the zero tensor.
+
+    Raises:
+        ValueError: if there is no head axis or an entry is not finite.
+
+    Source: Conjecture 8.2 of "Power law graph attention: exact generalization of SDPA, empirical collapse at inference"
+    asks for such a criterion; this form is ours.
+    """
+    A = np.asarray(A, np.float64)
+    if A.ndim < 3:
+        raise ValueError(f"metric tensors must be [..., heads, rows, columns], got {A.shape}")
+    if not np.isfinite(A).all():
+        raise ValueError("an entry is not finite; audit the last finite checkpoint")
+    values = np.linalg.svd(A.reshape(*A.shape[:-3], -1, A.shape[-1]), compute_uv=False)
+    # Relative to σ1, and the rest summed by itself: 1 − σ1²/Σσ² would cancel.
+    rest = values[..., 1:] / np.where(values[..., :1] == 0, 1.0, values[..., :1])
+    off = np.sum(rest**2, axis=-1)
+    return np.sqrt(off / (1 + off))
+
+
 def rms(x, axis=None) -> np.ndarray:
     """*Measured*: the root mean square.
 

@@ -115,7 +115,9 @@ def order_parameters(subject: Subject) -> list[Quantity]:
     """The three order parameters: between two sampled continuations of a prompt, and between prompts."""
     if "A" not in subject.deduced:
         return [Quantity.omitted("A.m_runs", order.relative_rms, NO_LEARNER)]
-    settings, found = subject.settings, []
+    settings = subject.settings
+    spectral = order.spectral(subject.deduced["A"])
+    found = [Quantity.of("A.spectral", order.spectral, spectral, ("layer", "prompt"), "from one forward pass")]
     sampling = SamplingConfig(top_p=settings.top_p)
     runs = []
     for run in range(2):

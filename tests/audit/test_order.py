@@ -71,3 +71,38 @@ def test_bad_input_is_refused():
         order.relative_rms(np.zeros(3), np.zeros(4))
     with pytest.raises(ValueError, match="not finite"):
         order.source_form(np.array([np.inf]), np.zeros(1))
+
+
+class TestSpectral:
+    def test_is_nothing_once_rows_and_heads_are_one(self):
+        row = np.random.default_rng(0).normal(size=8)
+        assert order.spectral(np.broadcast_to(row, (3, 2, 8, 8))).max() < 1e-15
+        scaled = np.broadcast_to(row, (2, 8, 8)) * np.arange(1, 3)[:, None, None]
+        assert order.spectral(scaled) < 1e-15  # one direction, whatever its length
+        assert order.spectral(np.zeros((2, 4, 4))) == 0
+
+    def test_needs_heads_to_agree_not_only_rows(self):
+        heads = np.random.default_rng(1).normal(size=(4, 1, 8))
+        A = np.broadcast_to(heads, (4, 8, 8))  # each head of rank one, along its own row
+        assert order.spectral(A) > 0.5
+
+    def test_follows_the_distance_between_inputs(self):
+        """Tensors on the way from random ones to one shared row: it falls in step with m."""
+        rng = np.random.default_rng(2)
+        shared, first, second = np.broadcast_to(rng.normal(size=8), (4, 8, 8)), *rng.normal(size=(2, 4, 8, 8))
+        mixes = [10.0**-k for k in range(6)]
+        m = [order.relative_rms(shared + e * first, shared + e * second) for e in mixes]
+        found = [order.spectral(shared + e * first) for e in mixes]
+        np.testing.assert_allclose(np.diff(np.log10(found))[1:], -1, atol=0.1)
+        assert all(0.3 < a / b < 3 for a, b in zip(found[1:], m[1:]))
+
+    def test_small_values_keep_their_digits(self):
+        A = np.zeros((1, 2, 2))
+        A[0, 0, 0], A[0, 1, 1] = 1.0, 1e-12
+        assert order.spectral(A) == pytest.approx(1e-12, rel=1e-9)
+
+    def test_bad_input_is_refused(self):
+        with pytest.raises(ValueError, match=r"heads.*\(2, 2\)"):
+            order.spectral(np.ones((2, 2)))
+        with pytest.raises(ValueError, match="not finite"):
+            order.spectral(np.full((1, 2, 2), np.nan))
