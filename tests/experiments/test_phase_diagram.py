@@ -33,6 +33,17 @@ GRID = Grid(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_once():
+    """One compilation for all grids here: they differ in rates, warm-ups and folders alone."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("make_ensemble_steps", "make_eval_step"):
+            make = getattr(phase_grid, name)
+            patch.setattr(phase_grid, name, lambda *args, name=name, make=make: made.setdefault(name, make(*args)))
+        yield
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     out = tmp_path_factory.mktemp("grid")

@@ -100,15 +100,14 @@ def test_gradients_are_those_of_the_rows_one_by_one():
         np.testing.assert_allclose(value[...], expected[path][...], atol=1e-10 * max(scale, 1.0), err_msg=str(path))
 
 
-@pytest.mark.parametrize("kind", ["kv", "kv_g"])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("every", "kind"), [(1, "kv_g"), (3, "kv_g"), (3, "kv")])
 def test_a_prefix_read_at_once_and_the_rest_in_pieces_is_the_block(every, kind):
     model = make(every)
     block = np.asarray(run(model, jnp.asarray(TOKENS))[0])
     for k in (1, 4, T - 1):
         logits, cache = prefill(model, jnp.asarray(TOKENS[:, :k]), model.init_cache(2, 32, kind=kind))
         found, at = [np.asarray(logits)], k
-        for size in (1, 1, 4, 2, 5, T):
+        for size in (1, 1, 4, 4, 4, 1, 4):
             piece = TOKENS[:, at : at + size]
             if not piece.size:
                 break

@@ -17,7 +17,7 @@ from plga_jax.train.objectives import next_token_objective
 from plga_jax.train.optim import OptimConfig, make_optimizer
 from plga_jax.train.step import TrainState, make_train_step
 
-CONFIG = PLDRConfig(vocab_size=23, num_layers=2, num_heads=2, head_width=4, residual_units=2, context=16)
+CONFIG = PLDRConfig(vocab_size=23, num_layers=1, num_heads=2, head_width=4, residual_units=1, context=16)
 DOUBLE = dataclasses.replace(CONFIG, param_dtype="float64", compute_dtype="float64")
 STEPS, RATE, WARMUP = 6, 3e-3, 2
 LOSS = next_token_objective()
