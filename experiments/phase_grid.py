@@ -15,8 +15,9 @@ from flax import nnx
 from tqdm import tqdm
 
 from experiments.phases import Interrupted, Probes, Study
-from plga_jax.audit import prefix
+from plga_jax.audit import order, prefix, spectra
 from plga_jax.audit.collapse import COLLAPSED_BELOW, measure_collapse
+from plga_jax.audit.quantities import Quantity, load, store
 from plga_jax.audit.report import write_json
 from plga_jax.audit.subject import deduce
 from plga_jax.models.pldr import PLDR
@@ -119,6 +120,11 @@ def setting(grid: Grid, corpus: Corpus, tokens: np.ndarray) -> dict:
     return json.loads(json.dumps(fields, default=str))
 
 
+def digest(setting: dict) -> str:
+    """SHA-256 of a setting, 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()
+
+
 def run_grid(
     grid: Grid, corpus: Corpus, tokenizer: ByteTokenizer, out: str | os.PathLike, *, progress: bool = True
 ) -> list[dict]:
@@ -128,7 +134,7 @@ def run_grid(
         grid: what is run.
         corpus: the text.
         tokenizer: its tokenizer.
-        out: folder; each point becomes `points/NAME.json` in it.
+        out: folder; each point becomes `points/NAME.npz` in it, all instances, and then `points/NAME.json`.
         progress: whether to show a bar.
 
     Returns:
@@ -152,12 +158,11 @@ def run_grid(
     measure = functools.partial(
         _measure, grid, held_out, probes, make_eval_step(next_token_objective(pad_id=run.model.pad_id))
     )
-    total = run.train.steps * len(grid.points)
-    with tqdm(total=total, unit="step", disable=not progress, ncols=100) as bar, stop_on_signal() as stop:
-        for point in grid.points:
-            if kept[point] is not None:
-                bar.update(run.train.steps)
-                continue
+    left = [point for point in grid.points if kept[point] is None]
+    # Kept steps are the bar's start, not progress: they would make the time to go look short.
+    counted = {"total": run.train.steps * len(kept), "initial": run.train.steps * (len(kept) - len(left))}
+    with tqdm(**counted, unit="step", disable=not progress, ncols=100) as bar, stop_on_signal() as stop:
+        for point in left:
             rate, warmup = point
             bar.set_description(f"η {rate:g}, T_w {warmup}")
             members = Ensemble.init(_maker(run.model), run.optim, grid.seeds)
@@ -171,14 +176,21 @@ def run_grid(
                 if stop.requested:
                     raise Interrupted(f"{stop.by} at η {rate:g}, T_w {warmup}: the same command goes on at this point")
             members = dataclasses.replace(members, state=state)
-            kept[point] = {
-                "learning_rate": rate,
-                "warmup": warmup,
-                "setting": here,
-                "train_loss": np.concatenate(losses).T.astype(np.float64).tolist(),
-                "members": [measure(members.member(i)) for i in range(members.size)],
-            }
-            write_json(folder / _name(*point), _writable(kept[point]))
+            train_loss = np.concatenate(losses).T.astype(np.float64)
+            told, instances = zip(*(measure(members.member(i)) for i in range(members.size)))
+            path = folder / _name(*point)
+            store(path.with_suffix(".npz"), digest(here), _quantities(train_loss, instances))
+            kept[point] = _writable(
+                {
+                    "learning_rate": rate,
+                    "warmup": warmup,
+                    "setting": here,
+                    "train_loss": train_loss.tolist(),
+                    "members": list(told),
+                }
+            )
+            # Last: a point that has its JSON is finished.
+            write_json(path, kept[point])
     return [kept[point] for point in grid.points]
 
 
@@ -186,8 +198,10 @@ def _maker(config):
     return lambda seed: PLDR(config, rngs=nnx.Rngs(seed))
 
 
-def _measure(grid: Grid, held_out: TokenDataset, probes: Probes, eval_step, state: TrainState) -> dict:
-    """Everything that is told of one run."""
+def _measure(
+    grid: Grid, held_out: TokenDataset, probes: Probes, eval_step, state: TrainState
+) -> tuple[dict, dict[str, np.ndarray]]:
+    """Everything that is told of one run, and the instances behind it; of a diverged run there are none."""
     run, model = grid.study.run, state.model
     rows = min(run.train.batch_size, len(held_out))
     batches = (
@@ -198,19 +212,51 @@ def _measure(grid: Grid, held_out: TokenDataset, probes: Probes, eval_step, stat
     out = deduce(model, jnp.asarray(probes.inputs), ("A", "G_LM"))
     A, G = np.asarray(out.A), np.asarray(out.G_LM)
     if not (math.isfinite(loss) and np.isfinite(A).all() and np.isfinite(G).all()):
-        return {"val_loss": loss, "label": "diverged"}
+        return {"val_loss": loss, "label": "diverged"}, {}
     collapse = measure_collapse(A, G)
     pairs = prefix.suffix_pairs(
         run.model.vocab_size, pairs=grid.prefix_pairs, length=12, shared=4, seed=0, pad_id=run.model.pad_id
     )
     moved = prefix.historical_rows(prefix.pldr_decoder(model), *pairs, shared=4)
-    return {
+    told = {
         "val_loss": loss,
         "label": grid.criterion.label(collapse.m_A, loss),
         "historical_fraction": moved.fraction,
         "historical_largest": float(moved.largest.max()),
         **collapse.as_dict(),
     }
+    A = A.astype(np.float64)
+    instances = {
+        "m_A": order.relative_rms(A[:, 0::2], A[:, 1::2], axis=(2, 3, 4)),
+        "rank_one_ratio": spectra.rank_one_ratio(A),
+        "historical_changed": moved.changed,
+        "historical_largest": moved.largest,
+    }
+    return told, instances
+
+
+_INSTANCES = {
+    "m_A": (order.relative_rms, ("run", "layer", "pair")),
+    "rank_one_ratio": (spectra.rank_one_ratio, ("run", "layer", "input", "head")),
+    "historical_changed": (prefix.historical_rows, ("run", "pair", "row")),
+    "historical_largest": (prefix.historical_rows, ("run", "pair", "row")),
+}
+"""By name: what computed it, and the axes."""
+
+
+def _quantities(train_loss: np.ndarray, instances: Sequence[dict[str, np.ndarray]]) -> list[Quantity]:
+    """All instances of a point, diverged runs left out where they have none."""
+    sound = [index for index, found in enumerate(instances) if found]
+    found = [
+        Quantity(name="train_loss", label="measured", values=train_loss, axes=("seed", "step")),
+        Quantity(name="runs", label="measured", values=np.array(sound, np.int64), axes=("run",), note="of the seeds"),
+    ]
+    for name, (function, axes) in _INSTANCES.items():
+        if sound:
+            found.append(Quantity.of(name, function, np.stack([instances[index][name] for index in sound]), axes))
+        else:
+            found.append(Quantity.omitted(name, function, "every run diverged"))
+    return found
 
 
 def _name(rate: float, warmup: int) -> str:
@@ -226,7 +272,7 @@ def _read(path: pathlib.Path, here: dict) -> dict | None:
     if theirs != here:
         differ = sorted(name for name in {*theirs, *here} if theirs.get(name) != here.get(name))
         raise ValueError(f"{path} was made with another {', '.join(differ)}: choose another --out, or remove it")
-    return found
+    return None if load(path.with_suffix(".npz"), digest(here)) is None else found
 
 
 def _writable(value):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from experiments import phase_grid, phase_grid_report
 from experiments.configs.pldr import make_run
 from experiments.phase_grid import Criterion, Grid, run_grid
 from experiments.phases import Interrupted, Study
+from plga_jax.audit.quantities import load
 from plga_jax.tokenizers import ByteTokenizer
 from plga_jax.train.data import Corpus
 
@@ -69,6 +71,45 @@ def test_every_run_is_measured(ran):
     assert first[0, 0] != first[1, 0]
 
 
+def test_instances_are_kept_beside_the_numbers(ran):
+    points, out = ran
+    path = out / "points" / "eta_0.01_warmup_1.npz"
+    kept = {found.name: found for found in load(path, phase_grid.digest(points[1]["setting"]))}
+    assert load(path, "another setting") is None
+    members = points[1]["members"]
+    np.testing.assert_array_equal(kept["train_loss"].values, points[1]["train_loss"])
+    np.testing.assert_array_equal(kept["runs"].values, [0, 1])
+    np.testing.assert_array_equal(np.median(kept["m_A"].values, -1), [run["m_A"] for run in members])
+    np.testing.assert_array_equal(
+        np.median(kept["rank_one_ratio"].values, (-2, -1)), [run["rank_one_ratio"] for run in members]
+    )
+    changed = kept["historical_changed"].values
+    assert changed.shape == (2, 2, 4) and (changed[..., 0] == 0).all()
+    np.testing.assert_allclose(changed.mean((1, 2)) / 262, [run["historical_fraction"] for run in members])
+
+
+def test_a_point_without_its_instances_is_run_again(ran, monkeypatch, tmp_path):
+    points, out = ran
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "points" / "eta_0.01_warmup_1.npz").write_bytes(b"half a file")
+    asked = []
+    init = phase_grid.Ensemble.init
+    monkeypatch.setattr(phase_grid.Ensemble, "init", lambda *args: asked.append(args) or init(*args))
+    assert run_grid(GRID, CORPUS, ByteTokenizer(), tmp_path, progress=False) == points
+    assert len(asked) == 1
+
+
+def test_diverged_runs_are_recorded(tmp_path):
+    far = dataclasses.replace(GRID, rates=(1e30,))
+    (point,) = run_grid(far, CORPUS, ByteTokenizer(), tmp_path, progress=False)
+    assert point["members"] == [{"val_loss": None, "label": "diverged"}] * 2
+    # The first update has rate 0: two losses are sound.
+    assert all(loss[0] is not None and loss[-1] is None for loss in point["train_loss"])
+    assert run_grid(far, CORPUS, ByteTokenizer(), tmp_path, progress=False) == [point]
+    text = phase_grid_report.write(tmp_path, far, [point], seconds=1, cpu_seconds=2)
+    assert "2 diverged | – " in text and "**Only one phase occurs.** 2 diverged." in text
+
+
 def test_points_are_read_back_and_runs_repeat_bit_for_bit(ran, tmp_path, monkeypatch):
     points, out = ran
     one = dataclasses.replace(GRID, rates=(1e-2,))
@@ -90,7 +131,7 @@ def test_a_stop_keeps_what_is_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(phase_grid, "stop_on_signal", lambda: contextlib.nullcontext(Stop()))
     with pytest.raises(Interrupted, match=r"SIGINT at η 0.01, T_w 1"):
         run_grid(GRID, CORPUS, ByteTokenizer(), tmp_path, progress=False)
-    assert [path.name for path in (tmp_path / "points").iterdir()] == ["eta_0.001_warmup_1.json"]
+    assert [path.name for path in (tmp_path / "points").glob("*.json")] == ["eta_0.001_warmup_1.json"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +164,10 @@ def test_report_counts_and_draws(ran, tmp_path):
     assert rows[0]["val_loss"]["least"] <= rows[0]["val_loss"]["low"] <= rows[0]["val_loss"]["high"]
     text = phase_grid_report.write(tmp_path, GRID, fallen, seconds=1, cpu_seconds=2)
     assert "Both phases occur. 2 collapsed, 2 uncollapsed, 1 diverged." in text
-    assert "0.0003 [0.0003, 0.0003]" in text
+    assert "0.0003 [0.0003, 0.0003] " in text
+    assert phase_grid_report.summary([{**fallen[0], "members": fallen[0]["members"] * 3}])[0]["m_A"]["runs"] == 6
+    cell = {"mean": 2.0, "low": 1.5, "high": 2.5, "least": 1.0, "largest": 3.0}
+    assert phase_grid_report._interval(cell) == "2 [1.5, 2.5] (1 … 3)"
     assert (tmp_path / "phase_diagram.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "phase_diagram.json").read_text())["points"][1]["labels"]["collapsed"] == 2
 
