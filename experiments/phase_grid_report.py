@@ -109,10 +109,10 @@ def markdown(grid: Grid, rows: Sequence[dict], record: dict) -> str:
             "collapsed when all of its layers are, uncollapsed when none is, mixed otherwise.\n",
             f"{seen} {', '.join(f'{counted[label]} {label}' for label in LABELS if counted[label])}.\n",
             markdown_table(header, cells),
-            "Mean over seeds [bootstrap 95 %] (least … largest run, where the interval is not that already). Resampling "
-            f"{len(grid.seeds)} runs cannot leave their range, and that holds the median of all runs with a probability "
-            f"of {1 - 2.0 ** (1 - len(grid.seeds)):.0%}: read the intervals as the spread. Of the four rows whose "
-            "logits are compared the first never moves, so that 0.75 is all.\n",
+            "Mean over seeds [bootstrap 95 %] (least … largest run, where the interval is not that already). "
+            f"Resampling {len(grid.seeds)} runs cannot leave their range, and the range holds the median of all runs "
+            f"with a probability of {1 - 2.0 ** (1 - len(grid.seeds)):.0%}: read the intervals as the spread. Of the "
+            "four rows whose logits are compared the first never moves, so that 0.75 is all.\n",
             "![](phase_diagram.png)\n",
             f"{where['machine']}, {where['cores']} cores; {versions}; seeds {show(list(grid.seeds))}; setting "
             f"{record['setting_sha256'][:12]}. This start took "
