@@ -14,6 +14,8 @@ from ris_jax.stats import wilson
 PROVED = {
     "linear": "The remainder of a linear bound is checked at both ends of the way from frozen to new operators, "
     "not proved; the allowance for rounding is measured.",
+    "ball": "The bound is proved in exact arithmetic for each prefix and its two sets of operators; the allowance for "
+    "rounding is measured.",
     "lipschitz": "The bound is proved in exact arithmetic for every input of this model; the allowance for rounding is "
     "measured.",
 }

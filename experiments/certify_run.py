@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.audit_run import weights_digest
-from plga_jax.audit.certificate import MODES, certify, model_gains
+from plga_jax.audit.certificate import MODES, certify, mode_constants
 from plga_jax.audit.decoding import forced_logits
 from plga_jax.generate import generate
 from plga_jax.models.pldr import PLDR
@@ -81,12 +81,12 @@ def run_trial(
     found = list(records)
     if found and found[0]["setting"] != json.loads(json.dumps(setting)):
         raise ValueError(f"{records.path} is of another model or trial: choose another --out, or remove it")
-    gains = model_gains(model) if trial.mode == "lipschitz" else None
+    constants = mode_constants(model, trial.mode)
     for index in tqdm(range(len(found), trial.prompts), desc="prompts", disable=not progress, ncols=100):
         prompt = tokens[starts[index] : starts[index] + trial.prompt_tokens]
         decode = {"max_new_tokens": trial.new_tokens, "cache": "kv_g"}
         (cached,) = generate(model, [prompt.tolist()], **decode).tokens
-        certificates = certify(model, prompt, cached, mode=trial.mode, gains=gains)
+        certificates = certify(model, prompt, cached, mode=trial.mode, constants=constants)
         kept, reference = (
             forced_logits(model, prompt, cached, cache=cache).astype(np.float64) for cache in ("kv_g", "none")
         )
@@ -101,18 +101,18 @@ def run_trial(
             "same": (np.asarray(cached) == reference.argmax(axis=-1)).tolist(),
         }
         if index == 0:
-            record["seconds"] = _seconds(trial, model, prompt, cached, gains)
+            record["seconds"] = _seconds(trial, model, prompt, cached, constants)
         records.append(record)
         found.append(json.loads(json.dumps(record)))
     return found
 
 
-def _seconds(trial: Trial, model: PLDR, prompt: np.ndarray, cached: list[int], gains) -> dict[str, float]:
+def _seconds(trial: Trial, model: PLDR, prompt: np.ndarray, cached: list[int], constants) -> dict[str, float]:
     """Fastest of a few: decoding with the cache, recomputing every token, and certifying what the cache chose."""
     work = {
         "cache": lambda: generate(model, [prompt.tolist()], max_new_tokens=trial.new_tokens, cache="kv_g"),
         "recompute": lambda: generate(model, [prompt.tolist()], max_new_tokens=trial.new_tokens, cache="none"),
-        "certify": lambda: certify(model, prompt, cached, mode=trial.mode, gains=gains),
+        "certify": lambda: certify(model, prompt, cached, mode=trial.mode, constants=constants),
     }
     found = {}
     for name, function in work.items():

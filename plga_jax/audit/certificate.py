@@ -7,10 +7,12 @@ gets a bound B on |F(x; Gˣ) − F(x; G⁰)| in every logit, and is certified if
 
     linear     B = |∂F(G⁰)ΔG| + |∂F(Gˣ)ΔG − ∂F(G⁰)ΔG|. The second term is the *checked* remainder: twice what it is when
                the slope changes evenly between the two ends. A slope that swings in between would be missed.
+    ball       B from balls around the visited states, through which ΔG is propagated (`audit.ball`). Proved, in exact
+               arithmetic, for this prefix and its two sets of operators.
     lipschitz  B = Σ_l (gain of layer l) ‖ΔG_l‖, with gains that hold for all inputs of the model: LayerNorm bounds
                every hidden state before anything is run. Proved, in exact arithmetic; useful only at ΔG = 0 or nearly.
 
-Both add `ROUNDINGS` float32 roundings of the largest logit, since the two ways of decoding sum in another order. That
+All add `ROUNDINGS` float32 roundings of the largest logit, since the two ways of decoding sum in another order. That
 allowance is measured, not proved. And ΔG is the actual difference: to have it, the operators of the prefix are made,
 which costs as much as recomputing. A certificate says why a cache may be trusted; it does not make decoding cheaper.
 """
@@ -24,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from plga_jax.array_types import Array
+from plga_jax.audit.ball import WeightNorms, logits_ball
 from plga_jax.audit.budget import silu_slope
 from plga_jax.audit.spectra import singular_values
 from plga_jax.models.pldr import PLDR
 
-Mode = Literal["linear", "lipschitz"]
-MODES: tuple[Mode, ...] = ("linear", "lipschitz")
+Mode = Literal["linear", "ball", "lipschitz"]
+MODES: tuple[Mode, ...] = ("linear", "ball", "lipschitz")
 
 ROUNDINGS = 64
 """Roundings of the largest logit by which equal operators may differ in logits: the most measured is 16."""
@@ -46,7 +49,7 @@ class Certificates:
     bound: np.ndarray
     """float64: B, rounding included."""
     remainder: np.ndarray
-    """float64: the part of B that is the checked remainder; 0 in the "lipschitz" mode."""
+    """float64: the part of B that is the checked remainder; 0 in the proved modes."""
     mode: Mode
     """How B was found."""
 
@@ -63,7 +66,7 @@ def certify(
     *,
     operators=None,
     mode: Mode = "linear",
-    gains: "Gains | None" = None,
+    constants: "WeightNorms | Gains | None" = None,
     batch: int = 8,
     width: int | None = None,
 ) -> Certificates:
@@ -74,8 +77,8 @@ def certify(
         prompt: int [P].
         continuation: int [C], forced: row i is the choice after the prompt and i of its tokens.
         operators: G⁰, [L, N, H, H]; None takes the prompt's own, as a cache does.
-        mode: "linear" or "lipschitz".
-        gains: of the model, for "lipschitz"; None computes them, which takes a while in a large model.
+        mode: "linear", "ball" or "lipschitz".
+        constants: what `mode_constants` found for the mode; None finds it anew, which takes a while in a large model.
         batch: prefixes at a time.
         width: tokens that every call is padded to, so that calls on growing prompts share a program; None is the
             length of the longest prefix.
@@ -99,7 +102,8 @@ def certify(
         operators = own_operators(model, prompt, batch=batch, width=width)
     tokens = np.concatenate([prompt, continuation[:-1]])
     ends = prompt.size + np.arange(continuation.size)
-    visit = _along if mode == "linear" else _apart
+    constants = mode_constants(model, mode) if constants is None else constants
+    visit = {"linear": _along, "ball": functools.partial(_around, constants), "lipschitz": _apart}[mode]
     found = []
     for start in range(0, ends.size, batch):
         some = np.resize(ends[start : start + batch], batch)  # the last call repeats: one shape, one program
@@ -116,9 +120,8 @@ def certify(
         remainder = np.abs(last - first).max(axis=-1)
         bound = (np.abs(first) + np.abs(last - first)).max(axis=-1)
     else:
-        change, size = rest
-        gains = model_gains(model) if gains is None else gains
-        remainder, bound = np.zeros(len(logits)), np.array([gains.bound(*one) for one in zip(change, size)])
+        remainder = np.zeros(len(logits))
+        bound = rest[0] if mode == "ball" else np.array([constants.bound(*one) for one in zip(*rest)])
     best = np.partition(logits, -2, axis=-1)
     return Certificates(
         tokens=logits.argmax(axis=-1),
@@ -127,6 +130,19 @@ def certify(
         remainder=remainder,
         mode=mode,
     )
+
+
+def mode_constants(model: PLDR, mode: Mode) -> "WeightNorms | Gains | None":
+    """*Measured*: what a mode needs to know of the weights, once for all certificates of a model.
+
+    Args:
+        model: a PLDR.
+        mode: of the certificates.
+
+    Returns:
+        `audit.ball.WeightNorms`, `Gains`, or None where nothing is needed.
+    """
+    return {"linear": lambda model: None, "ball": WeightNorms.of, "lipschitz": model_gains}[mode](model)
 
 
 def own_operators(model: PLDR, prompt, *, batch: int = 8, width: int | None = None) -> Array:
@@ -173,6 +189,11 @@ def _along(model: PLDR, tokens: Array, segments: Array, frozen: Array, own: Arra
     logits, first = jax.jvp(follow, (frozen,), (own - frozen,))
     _, last = jax.jvp(follow, (own,), (own - frozen,))
     return logits, first, last
+
+
+def _around(norms: WeightNorms, model: PLDR, tokens: Array, segments: Array, frozen: Array, own: Array):
+    """Logits under the frozen operators [B, V], and the bound [B]."""
+    return logits_ball(model, norms, tokens, segments, frozen, own)
 
 
 @jax.jit

@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from plga_jax.array_types import Array
-from plga_jax.audit.certificate import Gains, Mode, certify, model_gains, own_operators
+from plga_jax.audit.ball import WeightNorms
+from plga_jax.audit.certificate import Gains, Mode, certify, mode_constants, own_operators
 from plga_jax.models.pldr import PLDR
 
 
@@ -68,9 +69,9 @@ def decode_certified(
             f"{prompt.size} tokens and {max_new_tokens} new ones exceed the context of {model.config.context}: shorten "
             "the prompt or ask for fewer"
         )
-    gains = model_gains(model) if mode == "lipschitz" else None
+    constants = mode_constants(model, mode)
     width = min(-(-(prompt.size + max_new_tokens + every) // 64) * 64, model.config.context)
-    return _decode(model, prompt.tolist(), max_new_tokens, mode, gains, every, frozenset(stop_ids), width)
+    return _decode(model, prompt.tolist(), max_new_tokens, mode, constants, every, frozenset(stop_ids), width)
 
 
 def _decode(
@@ -78,7 +79,7 @@ def _decode(
     tokens: list[int],
     new: int,
     mode: Mode,
-    gains: Gains | None,
+    constants: WeightNorms | Gains | None,
     every: int,
     stop_ids: frozenset[int],
     width: int,
@@ -96,7 +97,9 @@ def _decode(
         count = min(every, end - len(tokens))
         # The last proposals are made for a shorter run, too, and dropped: one program.
         proposed = np.asarray(_propose(model, *padded(), operators, min(every, width - len(tokens))))[:count]
-        found = certify(model, tokens, proposed, operators=operators, mode=mode, gains=gains, batch=every, width=width)
+        found = certify(
+            model, tokens, proposed, operators=operators, mode=mode, constants=constants, batch=every, width=width
+        )
         for index, token in enumerate(proposed.tolist()):
             certified = bool(found.certified[index] and found.tokens[index] == token)
             if not certified:

@@ -202,14 +202,7 @@ def repeats_bitwise(decoder: Decoder, tokens, *, calls: int = 2) -> bool:
 @functools.partial(jax.jit, static_argnames="collect")
 def _run(model: PLDR, tokens: Array, valid: Array, collect: tuple[str, ...]) -> tuple[Array, DeductiveOutputs]:
     """A call whose padding is where `valid` says, whatever the token."""
-    if model.config.gram_rows == "valid":
-        return model(tokens, segment_ids=valid.astype(jnp.int32), num_segments=1, collect=collect)
-    # A call takes padding from the token, or from segment 0, which enters no Gram. The published programs also take a
-    # mask, which hides keys and leaves the Gram alone.
-    rows = model._rows(tokens, None, None, None)
-    rows = dataclasses.replace(rows, mask=dataclasses.replace(rows.mask, k_valid=valid), valid=valid)
-    x, _, deduced = model._run(tokens, rows, None, collect, None)
-    return model._logits(x), DeductiveOutputs(**deduced)
+    return model(tokens, valid=valid, collect=collect)
 
 
 def _pair(first, second, shared: int, suffix_is_padding: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -131,6 +131,7 @@ class PLDR(LanguageModel):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         num_segments: int | None = None,
+        valid: Array | None = None,
         operators: Array | None = None,
         collect: Collection[str] = (),
         last_only: bool = False,
@@ -144,6 +145,7 @@ class PLDR(LanguageModel):
             segment_ids: int [B, T] for packed rows: 1…X names a document, 0 is padding. Documents do not see each other
                 and each makes its own operators.
             num_segments: X, the most documents in a row, static. None finds it, outside of jit only.
+            valid: bool [B, T], which tokens are real, whatever their id; instead of `segment_ids`.
             operators: G of shape [L, B, N, H, H] or [L, N, H, H], used instead of the model's own.
             collect: names of deductive outputs to return.
             last_only: compute the logits of each row's last real token only.
@@ -153,15 +155,15 @@ class PLDR(LanguageModel):
             `collect`.
 
         Raises:
-            ValueError: more tokens than the context, an unknown name in `collect`, operators of a wrong shape, or
-                segments whose number is not known.
+            ValueError: more tokens than the context, an unknown name in `collect`, operators of a wrong shape,
+                segments whose number is not known, or both `segment_ids` and `valid`.
 
         Note:
             G is made from all rows of the call, so row t depends on later tokens, as in the paper; constant or given
             operators, or a cumulative Gram, make the model causal.
         """
         self._check(tokens, operators, collect)
-        rows = self._rows(tokens, positions, segment_ids, num_segments)
+        rows = self._rows(tokens, positions, segment_ids, num_segments, valid)
         x, _, deduced = self._run(tokens, rows, operators, tuple(collect), None)
         x = last_real(x, rows.valid) if last_only else x
         return self._logits(x), DeductiveOutputs(**deduced)
@@ -332,11 +334,14 @@ class PLDR(LanguageModel):
         positions: Array | None,
         segment_ids: Array | None,
         num_segments: int | None,
+        valid: Array | None = None,
     ) -> Rows:
         """Positions, masks, Gram rows and refreshes of a block."""
         everything = self.config.gram_rows == "all"
+        if segment_ids is not None and valid is not None:
+            raise ValueError("segment_ids already say which tokens are valid; give one of the two.")
         if segment_ids is None:
-            valid = tokens != self.config.pad_id
+            valid = tokens != self.config.pad_id if valid is None else valid
             gram = None if everything else valid
             if positions is None and everything:
                 positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
