@@ -96,13 +96,30 @@ class KVCache:
         Returns:
             The cache with those entries. Entries beyond the capacity are dropped, never clamped onto held ones.
         """
+        return self._write(layer, slots, valid, k=k, v=v)
+
+    def _write(self, layer: Array, slots: Array, valid: Array, **entries: Array) -> Self:
+        """Replaces entries of the fields that are named."""
         slots = jnp.where(valid, slots, self.capacity)
-        rows = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+        rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
 
         def write(held, new):
             return held.at[layer, rows, slots].set(new.astype(held.dtype), mode="drop")
 
-        return dataclasses.replace(self, k=write(self.k, k), v=write(self.v, v))
+        return dataclasses.replace(self, **{name: write(getattr(self, name), new) for name, new in entries.items()})
+
+    def held(self, layer: Array, dtype: DType) -> tuple[Array, Array]:
+        """What one layer holds.
+
+        Args:
+            layer: int, which layer.
+            dtype: wanted.
+
+        Returns:
+            Keys and values, [B, S, K, H].
+        """
+        k, v = (lax.dynamic_index_in_dim(array, layer, keepdims=False) for array in (self.k, self.v))
+        return k.astype(dtype), v.astype(dtype)
 
     def attend(
         self,
@@ -129,8 +146,7 @@ class KVCache:
         Returns:
             [B, T, N, H], and the cache: other caches note what the queries asked for, this one is unchanged.
         """
-        k = lax.dynamic_index_in_dim(self.k, layer, keepdims=False).astype(q.dtype)
-        v = lax.dynamic_index_in_dim(self.v, layer, keepdims=False).astype(q.dtype)
+        k, v = self.held(layer, q.dtype)
         return attention(q, k, v, Mask(q_positions=slots, window=window), scale=scale), self
 
     def advance(self, valid: Array) -> Self:
@@ -143,3 +159,52 @@ class KVCache:
             The cache with `length` moved on.
         """
         return dataclasses.replace(self, length=self.length + jnp.sum(valid, axis=1, dtype=jnp.int32))
+
+
+_STEPS = 127
+"""Steps of an int8 on either side of 0; −128 is not used, so that a row and its negative are kept alike."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8KVCache(KVCache):
+    """Keys and values as int8, with a scale for each token and head.
+
+    An entry x of a head is kept as round(127 x / m), m the largest magnitude of the head's H entries, so that it is off
+    by m / 254 at most. With H = 64 and a float32 scale that is 68 bytes for 256 of float32, or for 128 of bfloat16.
+
+    Attributes:
+        k: int8 [L, B, S, K, H]; likewise `v`.
+        k_scale: float32 m / 127, [L, B, S, K]; likewise `v_scale`.
+    """
+
+    k_scale: Array
+    v_scale: Array
+
+    @classmethod
+    def init(cls, layers: int, batch: int, capacity: int, heads: int, width: int, dtype: DType = jnp.int8) -> Self:
+        """An empty cache; arguments as `KVCache.init`, with `dtype` int8, the only one."""
+        if dtype != jnp.int8:
+            raise ValueError(f"An int8 cache keeps int8, not {jnp.dtype(dtype).name}; leave dtype out.")
+        plain = KVCache.init(layers, batch, capacity, heads, width, dtype)
+        ones = jnp.ones(plain.k.shape[:-1], jnp.float32)
+        return cls(k=plain.k, v=plain.v, length=plain.length, k_scale=ones, v_scale=ones)
+
+    def append(self, layer: Array, k: Array, v: Array, slots: Array, valid: Array) -> Self:
+        """Rounds and writes new keys and values; see `KVCache.append`."""
+        (k, k_scale), (v, v_scale) = _to_int8(k), _to_int8(v)
+        return self._write(layer, slots, valid, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
+    def held(self, layer: Array, dtype: DType) -> tuple[Array, Array]:
+        """What one layer holds, up to the rounding; see `KVCache.held`."""
+        k, v = super().held(layer, jnp.float32)
+        scales = (lax.dynamic_index_in_dim(array, layer, keepdims=False) for array in (self.k_scale, self.v_scale))
+        return tuple((x * scale[..., None]).astype(dtype) for x, scale in zip((k, v), scales))
+
+
+def _to_int8(x: Array) -> tuple[Array, Array]:
+    """Nearest int8 [..., H] and float32 scales [...]."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / _STEPS
+    scale = jnp.where(scale > 0, scale, 1)
+    return jnp.round(x / scale[..., None]).astype(jnp.int8), scale

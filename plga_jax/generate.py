@@ -5,6 +5,7 @@ less work per token:
 
     none   the whole prefix again for every token, so operators always belong to the whole prefix
     kv     keys, values and the metric tensor A of the prompt are kept
+    kv_int8  the same, keys and values rounded to int8 (`Decoder` only so far)
     kv_g   keys, values and the operator G of the prompt are kept: bit-identical to kv, and cheaper
 
 Every row draws from its own random key, so a row of a batch generates what it would generate alone.
@@ -21,7 +22,7 @@ import numpy as np
 from plga_jax.array_types import Array
 from plga_jax.ops.sampling import SamplingConfig, sample
 
-CACHES = ("none", "kv", "kv_g")
+CACHES = ("none", "kv", "kv_int8", "kv_g")
 
 _UNSTACK_FROM = 3_000_000
 """Parameters from which `unstacked` pays: below, weights stay in the processor's caches and a scan compiles sooner."""

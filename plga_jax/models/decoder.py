@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 from plga_jax.array_types import Array, DType, statistics_dtype
-from plga_jax.caches import KVCache
+from plga_jax.caches import Int8KVCache, KVCache
 from plga_jax.models.decoder_config import DecoderConfig
 from plga_jax.models.language_model import LanguageModel, last_real
 from plga_jax.models.stacking import over_layers
@@ -111,7 +111,7 @@ class Layer(nnx.Module):
 class Decoder(LanguageModel):
     """The language model."""
 
-    cache_kinds = ("kv",)
+    cache_kinds = ("kv", "kv_int8")
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         """Makes a model with random weights.
@@ -200,13 +200,13 @@ class Decoder(LanguageModel):
         return copy
 
     def init_cache(self, batch: int, capacity: int, *, kind: str = "kv", dtype: DType | None = None) -> KVCache:
-        """An empty cache that keeps every key and value.
+        """An empty cache that keeps every key and value, as they are or rounded.
 
         Args:
             batch: B.
             capacity: tokens per row, prompt and continuation, at most `config.context`.
-            kind: "kv", the only one.
-            dtype: of keys and values; None takes the compute dtype.
+            kind: "kv", or "kv_int8" for a quarter of the memory of float32; see `Int8KVCache` for what it costs.
+            dtype: of keys and values with "kv"; None takes the compute dtype.
 
         Returns:
             A cache of length 0.
@@ -223,6 +223,8 @@ class Decoder(LanguageModel):
                 "shorten the input, or stretch its rotary positions (`RopeConfig.stretched`)."
             )
         heads = config.num_kv_heads, config.head_width
+        if kind == "kv_int8":
+            return Int8KVCache.init(config.num_layers, batch, capacity, *heads, dtype or jnp.int8)
         return KVCache.init(config.num_layers, batch, capacity, *heads, dtype or config.compute_dtype)
 
     def prefill(

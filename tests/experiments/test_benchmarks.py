@@ -11,6 +11,7 @@ from experiments.benchmarks import harness
 from plga_jax.audit.report import markdown_table
 
 
+@pytest.mark.slow
 def test_tiny_run_writes_json_and_markdown(tmp_path):
     command = [sys.executable, "-m", "experiments.benchmarks.pldr", "--preset=tiny", "--length=8", "--batch=1"]
     command += ["--decode_rounds=2", "--train_rounds=2", "--threads=1", f"--out={tmp_path}"]

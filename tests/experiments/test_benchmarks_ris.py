@@ -11,6 +11,7 @@ from tests.experiments.ris_model import start, write_model
 LENGTHS = {"short": 64, "middle": 128, "read": 256, "long": 0, "longest": 0}
 
 
+@pytest.mark.slow
 def test_tiny_run_writes_json_and_markdown(tmp_path):
     write_model(tmp_path / "model")
     out = tmp_path / "out"

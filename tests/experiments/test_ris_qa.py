@@ -34,6 +34,7 @@ def run(folder, *arguments):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_every_mode_reads_and_is_counted(folder):
     grid = (f"--modes={','.join(MODES[2:])}", "--densities=0.01", "--seeds=2", "--shares=0.5")
     code, out, err = run(folder, *grid)

@@ -132,7 +132,7 @@ def test_reads_what_the_words_say(model, tokens, changes):
         chex.assert_trees_all_close(np.asarray(cache.pairs[layer, 0], np.float64), pairs)
 
 
-@pytest.mark.parametrize("chunks", [[1] * T, [7] * 10 + [5], [64, 1, 10]])
+@pytest.mark.parametrize("chunks", [[1] * T, [64, 1, 10]])
 @pytest.mark.parametrize("changes", [{}, {"stride": 64, "recall_stride": 4, "random": 1, "density": 0.4}])
 def test_chunks_change_nothing(model, tokens, chunks, changes):
     geometry = GEOMETRY.replace(**changes)
