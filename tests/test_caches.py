@@ -72,7 +72,7 @@ class TestEitherCache:
 
 
 def test_int8_attends_nearly_as_float32():
-    plain, k, v = filled(KVCache.init(*SIZES, jnp.float32))
+    plain, *_ = filled(KVCache.init(*SIZES, jnp.float32))
     rounded, *_ = filled(Int8KVCache.init(*SIZES))
     q = jnp.asarray(np.random.default_rng(2).standard_normal((3, 1, 4, 16)), jnp.float32)
     slots, valid = jnp.array([[4], [4], [3]]), jnp.ones((3, 1), bool)
